@@ -95,3 +95,8 @@ def join_problems(problems: list[str]) -> str:
         return problems[0]
     lines = "\n".join(f"  - {problem}" for problem in problems)
     return f"{len(problems)} problems:\n{lines}"
+
+
+def end_sentence(text: str) -> str:
+    """With a full stop, unless the last sentence is in brackets and has its own."""
+    return text if text.endswith(")") else f"{text}."

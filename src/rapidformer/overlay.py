@@ -18,7 +18,9 @@ each type, so that ``copy.deepcopy`` takes it along.
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,11 +181,40 @@ def _build_class(
     cls: Any, layer: str, build: Build, styles: tuple[type, ...], is_shared: bool
 ) -> Any:
     overlay = Overlay(layer, cls, build, styles, is_shared)
-    members = {"__module__": cls.__module__, _MARK: overlay, **build(cls)}
+    own = {} if hasattr(cls, _MARK) else _build_own_members(cls)
+    members = {"__module__": cls.__module__, _MARK: overlay, **own, **build(cls)}
     made = type(cls.__name__, (*styles, cls), members)
     if hasattr(cls, "generate") and "forward" not in members:
         _keep_signature(made, cls)
     return made
+
+
+def _build_own_members(cls: Any) -> dict[str, Any]:
+    """A module is copied with its overlays; pickle would not find their classes."""
+    if not hasattr(cls, "named_modules"):
+        return {}
+
+    def copy_deeply(self: Any, memo: dict[int, Any]) -> Any:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def copy_flatly(self: Any) -> Any:
+        twin = type(self).__new__(type(self))
+        twin.__setstate__(self.__getstate__().copy())
+        return twin
+
+    def refuse(self: Any, protocol: Any) -> Any:
+        raise pickle.PicklingError(
+            f"this {cls.__name__} is a part of a model that an engine has composed, and cannot be "
+            "pickled alone: save the whole model, the part's state_dict(), or the part after "
+            "engine.close()."
+        )
+
+    copies = {"__deepcopy__": copy_deeply, "__copy__": copy_flatly}
+    has_own = (cls.__reduce_ex__, cls.__reduce__) != (object.__reduce_ex__, object.__reduce__)
+    members = {name: copier for name, copier in copies.items() if not hasattr(cls, name)}
+    return members if has_own else {"__reduce_ex__": refuse, **members}
 
 
 def _keep_signature(made: Any, cls: Any) -> None:

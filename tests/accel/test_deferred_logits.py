@@ -254,6 +254,27 @@ def test_every_use(use: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize(
+    "convert",
+    [
+        torch.tensor, torch.ones(1).new_tensor, torch.vmap(torch.sin),
+        lambda logits: torch.asarray(logits, copy=True),
+        lambda logits: torch.Tensor(logits.detach()),
+    ],
+)  # fmt: skip
+def test_what_is_not_asked_of_a_subclass_gets_the_logits(convert: Any) -> None:
+    results = []
+    for is_fused in (False, True):
+        model = build(is_fused)
+        logits = model(INPUTS)
+        converted = convert(logits).detach()
+        logits.pow(2).sum().backward()
+        results.append((converted, model.inner.weight.grad))
+    for expected, mine in zip(*results, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_function_stored_before_the_switch_is_followed_or_refused() -> None:
     """torch 2.15 calls it without asking us, so the gradient is refused: never wrong."""
     gradients = []

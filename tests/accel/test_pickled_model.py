@@ -93,3 +93,32 @@ def test_a_flat_copy_shares_its_modules() -> None:
     twin = copy.copy(model)
     assert twin.bert is model.bert
     assert list_layers(twin) == list_layers(model)
+
+
+def test_a_part_cannot_be_pickled_and_says_so() -> None:
+    model = make_classifier()
+    engine = compose(model)
+    for part in (model.bert, model.bert.encoder, model.bert.encoder.layer[0]):
+        with pytest.raises(pickle.PicklingError, match=r"is a part of a model .* after engine\.cl"):
+            pickle.dumps(part)
+        twin = copy.deepcopy(part)
+        assert list_layers(twin) == list_layers(part)
+        assert not {*map(id, twin.parameters())} & {*map(id, part.parameters())}
+    pickle.dumps(model.bert.embeddings)
+    engine.close()
+    pickle.dumps(model.bert)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_what_is_exported_is_the_plain_model(labels: bool) -> None:
+    model, batch = make_classifier().eval(), collate(make_rows(4))
+    if not labels:
+        del batch["labels"]
+    expected = model(**batch).logits
+    engine = compose(model)
+    exported = torch.export.export(model, (), batch).module()
+    torch.testing.assert_close(exported(**batch).logits, expected)
+    engine.close()
+    # torch.export gives modules new lists and dictionaries: closing finds what it has to undo.
+    assert not any(list_layers(module) or FACTS in vars(module) for module in model.modules())
+    pickle.dumps(model)

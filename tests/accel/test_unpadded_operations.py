@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -209,3 +210,35 @@ def test_labelled_tokens_are_found_without_waiting() -> None:
     assert [find(labels, -100, bound) for bound in (None, 0, 6)] == [None] * 3
     with pytest.raises(RuntimeError, match="more labels than its batch"):
         find(labels, -100, 2)
+
+
+CONVERSIONS: dict[str, Callable[[Tensor], Any]] = {
+    "torch.tensor": torch.tensor,
+    "new_tensor": lambda x: x.new_tensor(x),
+    "another's new_tensor": lambda x: torch.ones(1).new_tensor(x),
+    "torch.Tensor": lambda x: torch.Tensor(x.detach()),
+    "torch.asarray": lambda x: torch.asarray(x, copy=True),
+    "as_subclass": lambda x: x.as_subclass(Tensor),
+    "numpy": lambda x: x.detach().numpy(),
+    "asarray": lambda x: np.asarray(x.detach()),
+    "tolist": lambda x: x.tolist(),
+    "stack": lambda x: np.stack(list(x.detach())),
+    "dlpack": lambda x: np.from_dlpack(x.detach()),
+    "vmap": lambda x: torch.vmap(torch.sin)(x),
+    "item": lambda x: x[1, 3, 0].item(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_what_leaves_torch_functions_has_its_padding(name: str) -> None:
+    """Constructors and vmap are not asked of a subclass, and would copy NaN without a word."""
+    results = []
+    for is_padded in (True, False):
+        values, mask, hidden = make(is_padded)
+        assert lacks_padding(hidden) != is_padded
+        converted = CONVERSIONS[name](hidden)
+        settle(hidden[mask].pow(2).sum()).backward()
+        results.append((np.asarray(torch.as_tensor(converted).detach()), values.grad))
+    np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-6)
+    torch.testing.assert_close(results[1][1], results[0][1])

@@ -244,6 +244,67 @@ def test_bad_values_do_not_hide_unknown_flags(capsys: pytest.CaptureFixture[str]
     assert "unknown flag --epochz: did you mean --epochs?" in said
 
 
+def test_values_that_cannot_be_read_do_not_hide_other_problems(find: Find) -> None:
+    """Nor are they reported twice, as if the flag had not been given."""
+    words = f"{BASE} --lr-scheduler-type cosin --warmup-ratio 3 --text-column txet"
+    style, warmup, column = find("train", words)
+    assert style.startswith("--lr-scheduler-type (--lr-decay-style) must be one of constant, ")
+    assert warmup.startswith("--lr-warmup-fraction must be at least 0 and below 1")
+    assert column.startswith("--text-column txet: the data has no such column.")
+    words = "--task pretraining --model-type gpt --data-path nowhere --seq-length big"
+    length, *others = find("train", words)
+    assert length == "--seq-length needs a whole number, got 'big'."
+    assert [text.split(": ")[0] for text in others] == [
+        "give the length of training", "--task pretraining needs --lr, the peak learning rate.",
+        "nowhere cannot be read",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "content", "message"),
+    [
+        ("causal_lm", "rows.txt", "", "rows.txt is empty (0 bytes)."),
+        ("causal_lm", "rows.xlsx", "PK", "rows.xlsx: this file type is not supported; use .arrow"),
+        ("causal_lm", "a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON"),
+        ("causal_lm", "a.jsonl", '{"messages": "hello"}\n', "To train on it as plain text, give "
+         "--text-column messages."),
+        ("causal_lm", "a.jsonl", '{"messages": ["hello"]}\n', "messages holds ['hello'], not "
+         "the turns of conversations, such as [{"),
+        ("token_classification", "a.jsonl", '{"text": "a b", "label": 0}\n', "row 1: label holds "
+         "0, and tagging needs one tag for each word. To learn one label for a whole text"),
+        ("token_classification", "a.jsonl", '{"text": "a b", "tags": ["O"]}\n', "row 1: 2 words in "
+         "text but 1 tags in tags"),
+        ("reranking", "a.jsonl", '{"text": "a"}\n', "The data has only the column text: "),
+    ],
+)  # fmt: skip
+def test_first_rows_show_what_is_wrong_with_the_data(
+    task: str, name: str, content: str, message: str, find: Find
+) -> None:
+    Path(name).write_text(content)
+    words = BASE.replace("sequence_classification", task).replace("rows.jsonl", name)
+    (problem,) = find("train", words)
+    assert message in problem
+
+
+def test_an_empty_folder_has_no_data(find: Find) -> None:
+    Path("empty").mkdir()
+    (problem,) = find("train", BASE.replace("rows.jsonl", "empty"))
+    assert problem.startswith("empty holds no data files: expected json") and "nothing" in problem
+
+
+def test_what_else_a_task_needs_is_asked_for_at_once(find: Find) -> None:
+    def ask(task: str, more: str = "") -> list[str]:
+        return find("train", f"--task {task} --load model --data-path org/rows {more}")
+
+    (problem,) = ask("distillation")
+    assert problem.startswith("--task distillation needs --teacher MODEL")
+    (problem,) = ask("distillation", "--teacher ./nowhere")
+    assert problem == "--teacher ./nowhere: There is no model folder nowhere."
+    (problem,) = ask("grpo")
+    assert problem.startswith("--task grpo needs --reward-function FILE.py")
+    assert any("Did you mean sigmoid?" in text for text in ask("preference", "--loss dpo"))
+
+
 def test_a_missing_script_is_noticed_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["--user-script", "missing.py", "--epochz", "3"]) == 1
     assert capsys.readouterr().err == "error: --user-script missing.py is not a file.\n"

@@ -17,6 +17,7 @@ from rapidformer.cli.chat import Conversation
 from rapidformer.cli.checks import check_command
 from rapidformer.config import resolve
 from rapidformer.config.parse import read_flags
+from rapidformer.data.heads import keep_rows
 from rapidformer.errors import ConfigurationError, ModelError
 from tests.tasks.test_predicting import chat_folder as chat_folder
 
@@ -242,6 +243,14 @@ def test_training_and_prediction_by_call(
         rapidformer.train(table)
     with pytest.raises(ConfigurationError, match="No column with"):
         rapidformer.train(table[["text"]], **common)
+
+
+def test_lists_in_a_parquet_file_are_lists(tmp_path: Path) -> None:
+    """pandas reads them as arrays."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    pandas.DataFrame({"messages": [turns] * 3}).to_parquet(tmp_path / "rows.parquet")
+    table = pandas.read_parquet(tmp_path / "rows.parquet")
+    assert keep_rows(table) == [{"messages": turns}] * 3
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ def test_the_engine_of_a_script_has_the_settings_of_the_command(
     script.write_text("from rapidformer.config.parse import read_command_line\n"
                       "args = read_command_line()\n", encoding="utf-8")  # fmt: skip
     parsed: list[Any] = []
-    parse_words = parse.parse_words
-    monkeypatch.setattr(parse, "parse_words", lambda *a: parsed.append(a) or parse_words(*a))
+    read_words = parse._read_words
+    monkeypatch.setattr(parse, "_read_words", lambda *a: parsed.append(a) or read_words(*a))
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     command = parse.read_flags(["--user-script", str(script), "--lr", "1", *more])

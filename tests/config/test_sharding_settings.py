@@ -36,7 +36,7 @@ def read(flags: str, world_size: int = 1) -> Settings:
             "needs --zero-1-memory-optimization or --cpu-offload: it sets",
         ),
         ("--hybrid-sharding-size 0", 1, "--hybrid-sharding-size must be at least 1, got 0."),
-        ("--remote-device nvme", 1, "--cpu-offload is a switch and takes true or false"),
+        ("--remote-device nvme", 1, "--remote-device (--cpu-offload) is a switch and takes true"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_with_choices(

@@ -8,6 +8,9 @@ from collections import Counter
 import pytest
 
 from rapidformer.config import Settings, parse_arguments, resolve
+from rapidformer.config.explain import list_missed
+from rapidformer.config.row import _ROWS as ROWS
+from rapidformer.config.row import Rule
 from rapidformer.config.schema import get_settings
 from rapidformer.config.sections import AccelerationArguments, ParallelArguments
 from rapidformer.config.switches import (
@@ -103,6 +106,33 @@ def test_a_switch_that_was_not_asked_for_gives_way() -> None:
     place = Situation(device="cpu")
     assert "not been tried together" in find_reason(row, args, place)
     assert "CUDA device" in find_reason(get_switch("CUDA graph"), args, place)
+
+
+@pytest.mark.parametrize(
+    ("by_itself", "asked"), [(True, False), (False, True), (True, True), (False, False)]
+)
+def test_an_exclusion_works_from_either_side(
+    by_itself: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that was asked for stays beside one that was not, whichever of them has the rule."""
+    first = ("activation_offload",) if asked else ()
+    second = () if by_itself else ("cpu_offload",)
+    one = Switch("one", turned_on_by=first, excludes=(Rule("two", "both cannot be"),))
+    two = Switch("two", turned_on_by=second)
+    for row in (one, two):
+        monkeypatch.setitem(ROWS, row.name, row)
+    args = parse_arguments(["--activation-offload", "--cpu-offload"])
+    reasons = [find_reason(row, args, Situation()) for row in (one, two)]
+    assert bool(reasons[0]) == (not by_itself or not asked)
+    assert bool(reasons[1]) == asked
+    assert all(reason.endswith(": both cannot be") for reason in filter(None, reasons))
+
+
+def test_a_run_is_not_told_to_add_what_would_be_refused() -> None:
+    place = Situation(device="cuda", precision="fp32")
+    assert "--compile" in str(list_missed(parse_arguments([]), place, 1000))
+    args = parse_arguments(["--dynamic-shape", "on"])
+    assert "--compile" not in str(list_missed(args, place, 1000))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -195,6 +195,9 @@ def test_bad_input_is_reported(bert_folder: Path) -> None:
     bad = [{**ROWS[0], "answers": 5}]
     with pytest.raises(DataError, match=r"train, row 1: the column answers holds '5'"):
         TASK.prepare(_args(bert_folder), {"train": bad})
+    # A file of rows of which one has an empty object: every row gets the others' keys.
+    none = TASK.prepare(_args(bert_folder), {"train": [{**ROWS[0], "answers": {"text": None}}]})
+    assert none.train[0]["start_positions"] == 0
     short = TASK.prepare(_args(bert_folder, doc_stride=None), {"train": ROWS})
     assert len(short.train) > len(ROWS), "half a window overlaps, not 128 tokens"
     with pytest.raises(ConfigurationError, match=r"--doc-stride 29 leaves no room.*at most 14"):

@@ -236,6 +236,7 @@ def test_gpt_classifier_gets_a_padding_token(gpt_folder: Path) -> None:
          r"of range: the labels are 0 to 4 \(--num-labels 5\)"),
         (_single(-3, 0), {}, r"train, row 1: the label -3 is out of range"),
         (_single(None, 0), {}, r"train, row 1 \(and 3 more rows\): the column label has no label"),
+        (_single([None], [{}]), {}, r"row 1: the label \[None\] in the column label holds None"),
         (_single("a", "b"), {"problem_type": "regression"}, r"row 1: the label 'a'.*not a number"),
         (_single("a", "b"), {"num_labels": 3}, r"--num-labels 3, but train has 2 different"),
         ([*_single(), {"text": None, "label": 1}], {}, r"train, row 9: the column text must "

@@ -178,11 +178,16 @@ class _Look:
         if type(self.owner) is not self._cls:
             yield partial(return_to, self.owner, self._cls)
         now = vars(self.owner)
-        yield from _compare(now, self._values)
+        yield from self._undo_each("", now, self._values)
         for name, table, before in self._tables:
             # If the table itself was replaced, its own line puts the old one back.
             if (table or before) and now.get(name) is table:
-                yield from _compare(table, before)
+                yield from self._undo_each(name, table, before)
+
+    def _undo_each(self, name: str, table: Any, before: Any) -> Iterator[partial[Any]]:
+        """By owner and name: torch.export gives modules new tables with the same items."""
+        for key, old, new in _compare(table, before):
+            yield partial(_put_back, self.owner, name, key, old, new)
 
 
 def _list_owners(model: nn.Module) -> Iterator[Any]:
@@ -201,11 +206,11 @@ def _add_configs(config: Any, configs: dict[int, Any]) -> None:
             _add_configs(value, configs)
 
 
-def _compare(table: Any, before: Any) -> Iterator[partial[Any]]:
-    """What undoes each change of a table or a set since it was copied."""
+def _compare(table: Any, before: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """What has changed in a table or a set since it was copied: keys, with old and new values."""
     if isinstance(table, set):
-        yield from (partial(set.discard, table, key) for key in table - before)
-        yield from (partial(set.add, table, key) for key in before - table)
+        yield from ((key, _MISSING, key) for key in table - before)
+        yield from ((key, key, _MISSING) for key in before - table)
         return
     # Nearly always; a thousand tables are compared for every row.
     has_same_names = len(table) == len(before) and all(map(is_, table, before))
@@ -216,13 +221,28 @@ def _compare(table: Any, before: Any) -> Iterator[partial[Any]]:
         # A tensor that was moved or filled in is the model's own.
         is_kept = old is new or (isinstance(old, Tensor) and isinstance(new, Tensor))
         if not is_kept and key not in _WEIGHTS:
-            yield partial(_put_back, table, key, old, new)
+            yield key, old, new
 
 
-def _put_back(table: dict[Any, Any], key: Any, before: Any, after: Any) -> None:
-    if table.get(key, _MISSING) is not after:
+def _put_back(owner: Any, name: str, key: Any, before: Any, after: Any) -> None:
+    """Undo a change of an attribute or, with a ``name``, of an item of that table."""
+    table = vars(owner).get(name) if name else vars(owner)
+    if isinstance(table, set):
+        (table.discard if before is _MISSING else table.add)(key)
+    elif table is None or not _is_same(table.get(key, _MISSING), after):
         return  # the user's
-    if before is _MISSING:
+    elif before is _MISSING:
         del table[key]
     else:
         table[key] = before
+
+
+def _is_same(now: Any, after: Any) -> bool:
+    """Also a copy with the same items: torch.export gives modules new lists and dictionaries."""
+    if now is after or type(now) is not type(after):
+        return now is after
+    if isinstance(now, dict):
+        return list(now) == list(after) and all(map(_is_same, now.values(), after.values()))
+    if isinstance(now, (list, tuple)):
+        return len(now) == len(after) and all(map(_is_same, now, after))
+    return False

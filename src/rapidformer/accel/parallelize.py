@@ -194,7 +194,7 @@ def check_device(args: Settings, device: torch.device, precision: Precision) -> 
     for switch in SWITCHES:
         if not switch.is_asked(args):
             continue
-        obstacle = switch.find_obstacle(args, situation)
+        obstacle = switch.find_own_obstacle(args, situation)
         problem = obstacle.reason if obstacle and obstacle.if_asked == "refused" else None
         if switch.module and obstacle is None:
             # A capability of the device that only the module knows.

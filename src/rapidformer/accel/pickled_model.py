@@ -58,30 +58,7 @@ def _build_members(cls: type[nn.Module]) -> dict[str, Any]:
         # Later protocols name the class of what is pickled, which is the overlay.
         return _copy_plainly(self).__reduce_ex__(1)
 
-    def copy_deeply(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        twin = _copy_empty(self)
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(_get_state(self), memo))
-        return twin
-
-    def copy_flatly(self: nn.Module) -> nn.Module:
-        twin = _copy_empty(self)
-        twin.__setstate__(_get_state(self).copy())
-        return twin
-
-    own = {"__deepcopy__": copy_deeply, "__copy__": copy_flatly}
-    return {"__reduce_ex__": reduce, **{n: f for n, f in own.items() if not hasattr(cls, n)}}
-
-
-def _copy_empty(model: nn.Module) -> nn.Module:
-    """A module of the same class, overlays included, without anything in it."""
-    return model.__class__.__new__(model.__class__)
-
-
-def _get_state(model: nn.Module) -> dict[str, Any]:
-    """What a copy of a module is made of."""
-    state: dict[str, Any] = model.__getstate__()
-    return state
+    return {"__reduce_ex__": reduce}
 
 
 def _copy_plainly(model: nn.Module) -> nn.Module:
@@ -101,15 +78,12 @@ def _copy_plainly(model: nn.Module) -> nn.Module:
     kept = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     memo: dict[int, Any] = dict(kept)
     plain: nn.Module = copy.deepcopy(model, memo)
-    owners = {id(owner): owner for owner, _ in applied.changes}.values()
-    tables = {id(vars(o)): vars(memo[id(o)]) for o in owners if id(o) in memo}
-    copies = memo | tables
     for owner, undo in reversed(applied.changes):
         if id(owner) in memo:
-            undo.func(*(copies.get(id(each), each) for each in undo.args))
+            undo.func(*(memo.get(id(each), each) for each in undo.args))
     for handle in applied.hooks:
         for table in (handle.hooks_dict_ref, *handle.extra_dict_ref):
-            copies.get(id(table()), {}).pop(handle.id, None)
+            memo.get(id(table()), {}).pop(handle.id, None)
     for module in plain.modules():
         vars(module).pop(FACTS, None)
     return plain

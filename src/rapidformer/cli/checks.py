@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from rapidformer.data.heads import take_head
 from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
 from rapidformer.tasks.rows.preflight import find_task_problems
+
+_FLAG = re.compile(r"--[a-z0-9-]+")
 
 
 def check_command(name: str, command: CommandLine) -> tuple[Settings, LaunchPlan]:
@@ -34,7 +37,11 @@ def check_command(name: str, command: CommandLine) -> tuple[Settings, LaunchPlan
     else:
         # Nodes may differ in their number of processes, and batch sizes depend on their sum.
         problems += find_problems(args.replace("the launch", world_size=plan.world_size))
-    _check(name, args, problems)
+    problems += _find_other_problems(name, args, problems)
+    # A value that could not be read is not there: what follows from that is no problem of its own.
+    unread = command.find_unread()
+    real = [p for p in problems if p in command.problems or unread.isdisjoint(_FLAG.findall(p))]
+    raise_problems(real)
     return args, plan
 
 
@@ -62,7 +69,8 @@ def check_call(
     split = "train" if name == "train" else args.eval_split
     rows = None if data is None or setting else take_head(data, split)
     problems += _find_setting_problems(args, world_size)
-    _check(name, args, problems, rows)
+    problems += _find_other_problems(name, args, problems, rows)
+    raise_problems(problems)
     return args
 
 
@@ -86,7 +94,8 @@ def _find_setting_problems(args: Settings, world_size: int) -> list[str]:
     return []
 
 
-def _check(name: str, args: Settings, problems: list[str], rows: list[Any] | None = None) -> None:
+def _find_other_problems(
+    name: str, args: Settings, known: list[str], rows: list[Any] | None = None
+) -> list[str]:
     gpus = count_gpus() if args.device == "cuda" else 0
-    problems += [p for p in find_task_problems(args, name, gpus, rows) if p not in problems]
-    raise_problems(problems)
+    return [p for p in find_task_problems(args, name, gpus, rows) if p not in known]

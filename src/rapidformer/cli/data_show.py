@@ -92,12 +92,11 @@ def _read_settings(options: argparse.Namespace, words: list[str]) -> Settings:
             "`rapidformer data head`."
         )
     # The rows are shown without weights, and where the run computes and saves does not matter.
-    changed = {"device": "cpu", "save": None, "from_scratch": True, "train_iters": 1}
-    here = args.replace("data show", **changed)
+    here = args.replace("data show", device="cpu", from_scratch=True)
     if args.task is None:
         problems.append("nothing to show: give --task and --data-path, or --load RUN.")
     else:
-        problems += find_task_problems(here, "train", 0)
+        problems += find_task_problems(here, "data show", 0)
     raise_problems(problems)
     configure_logging(args.log_level)
     return resolve(args, world_size=1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.cli import COMMANDS, DISTRIBUTED, OWN_FLAGS
 from rapidformer.cli.own_flags import HelpShownError, say
 from rapidformer.config.derive import is_launched
-from rapidformer.errors import RapidformerError, is_out_of_gpu_memory
+from rapidformer.errors import RapidformerError, is_out_of_gpu_memory, raise_problems
 from rapidformer.launch.environment import LaunchPlan, is_started_node, needs_agent, plan_launch
 from rapidformer.launch.failures import report_failure
 from rapidformer.launch.worker import attach_to_launcher, die_with_parent
@@ -133,6 +133,8 @@ def _starts_processes(name: str, command: CommandLine) -> bool:
         from rapidformer.cli.checks import check_command
 
         args, plan = check_command(name, command)
+    elif args.user_script is None:
+        raise_problems(command.problems)
     if args.log_level in ("debug", "info"):
         _say_loading(args)
     return _start(args, [name, *command.words], plan)

@@ -24,6 +24,9 @@ _EXPENSIVE = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 PRIVATE_NAMES = {
+    "torch._C._ExcludeDispatchKeyGuard": "what a deferred tensor is, without its values",
+    "torch._C.DispatchKeySet": "the same",
+    "torch._C.DispatchKey": "the same",
     "torch.utils._python_dispatch.TorchDispatchMode": "recording how a model is built",
     "torch.utils._pytree.tree_leaves": "tensors in nested arguments of an operator",
     "torch.utils._pytree.tree_map_only": "replacing tensors in nested arguments",
@@ -109,6 +112,11 @@ def is_mutable(operator: Any) -> bool:
 def without_torch_function() -> AbstractContextManager[Any]:
     """Inside, tensors bypass ``__torch_function__``."""
     return torch._C.DisableTorchFunction()
+
+
+def without_torch_dispatch() -> AbstractContextManager[Any]:
+    """Inside, tensors bypass ``__torch_dispatch__``."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Python))
 
 
 def get_function_mode() -> Any:
@@ -226,6 +234,6 @@ def multiply_scaled(
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` (grad, vmap) or forward-mode differentiation runs what is called."""
+    """Whether ``torch.func``, forward-mode differentiation or ``torch.export`` runs the call."""
     is_function = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_function or forward_ad._current_level >= 0
+    return is_function or forward_ad._current_level >= 0 or torch.compiler.is_exporting()

@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from rapidformer.config.row import end_sentence
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import SWITCHES, to_flag
-from rapidformer.errors import MissingPackageError, count
+from rapidformer.errors import MissingPackageError, count, end_sentence
 from rapidformer.nearest import find_nearest
 
 # Ranks along these axes work on the same samples.

@@ -12,6 +12,7 @@ from rapidformer.nearest import suggest
 
 LOSSES = ("sigmoid", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo", "kto")
 GRPO_LOSSES = ("dapo", "bnpo", "grpo", "dr_grpo")
+_OTHER_NAMES = {"dpo": "sigmoid", "cdpo": "sigmoid"}
 _SMOOTHED = ("sigmoid", "robust", "simpo")
 _WITHOUT_SMOOTHING = ("reward", "distillation", "grpo", "embedding", "reranking")
 _WITHOUT_SUMS = ("simpo", "orpo")
@@ -44,7 +45,8 @@ def find_objective_problems(args: Settings) -> Iterator[str]:
 
 def _check_loss(args: PreferenceArguments, known: Sequence[str]) -> Iterator[str]:
     if args.loss is not None and args.loss not in known:
-        yield f"--loss {args.loss}: use one of {', '.join(known)}.{suggest(args.loss, known)}"
+        near = suggest(_OTHER_NAMES.get(args.loss, args.loss), known)
+        yield f"--loss {args.loss}: use one of {', '.join(known)}.{near}"
 
 
 def _check_pairs(args: Settings) -> Iterator[str]:

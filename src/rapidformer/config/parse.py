@@ -21,7 +21,7 @@ from rapidformer.config.schema import Setting, get_settings, to_flag
 from rapidformer.config.settings import Settings
 from rapidformer.config.task_names import read_task
 from rapidformer.context import get_settings_of, is_started
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.log import get_logger
 from rapidformer.nearest import find_nearest
@@ -102,6 +102,13 @@ def _get_parser() -> argparse.ArgumentParser:
 
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Settings:
     """The same with a parser that is there already."""
+    args, problems = _read_words(parser, argv)
+    raise_problems(problems)
+    return args
+
+
+def _read_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[Settings, list[str]]:
+    """The settings that can be read, and what is wrong with the others."""
     known = parser._option_string_actions
     problems: list[str] = []
     inherited = os.environ.get(FLAGS_VARIABLE, "")
@@ -126,20 +133,29 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Setting
             flags.setdefault("task", tasks[flags[name]])
     file = flags.get("config")
     layers = [(f"{file}", _read_yaml(file, problems)), (COMMAND_LINE, flags)]
-    return _build_settings(layers, problems, attributes)
+    typed = {known[w].dest: w for w in (word.partition("=")[0] for word in words) if w in known}
+    return _build_settings(layers, problems, attributes, typed), problems
 
 
 def arguments_from_mapping(values: Mapping[str, Any], source: str = "code") -> Settings:
     """Settings given by name, ours or another system's, checked like flags."""
     problems: list[str] = []
     layer = _canonical_names(values, source, problems)
-    return _build_settings([(source, layer)], problems, {})
+    args = _build_settings([(source, layer)], problems, {}, {})
+    raise_problems(problems)
+    return args
 
 
 def _build_settings(
-    layers: list[tuple[str, dict[str, Any]]], problems: list[str], attributes: Mapping[str, Any]
+    layers: list[tuple[str, dict[str, Any]]],
+    problems: list[str],
+    attributes: Mapping[str, Any],
+    typed: Mapping[str, str],
 ) -> Settings:
-    """Convert the layers of values; a later layer overrides an earlier one."""
+    """Convert the layers of values; a later layer overrides an earlier one.
+
+    A value that cannot be read is left out, and ``typed`` has the flag that named it.
+    """
     settings, other_words = get_settings(), {**_NO_FOLDER, **get_foreign_flags().values}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -152,20 +168,20 @@ def _build_settings(
             setting = settings[name]
             if raw is None and (setting.default is not None or source != COMMAND_LINE):
                 continue  # `seed:` without a value means the default
-            label = setting.flag if source == COMMAND_LINE else f"{name} in {source}"
+            flag = typed.get(name, setting.flag)
+            flag += f" ({setting.flag})" if flag != setting.flag else ""
+            label = flag if source == COMMAND_LINE else f"{name} in {source}"
             try:
                 values[name] = setting.convert(other_words.get(name, {}).get(str(raw).lower(), raw))
             except ValueError as reason:
                 problems.append(f"{label} {reason}.")
                 continue
             sources[name] = source
-    if problems:
-        raise ConfigurationError(problems)
     if values.get("task") is not None:
         word = values["task"]
         values["task"], loss = read_task(word)
         if loss is not None and (other := values.setdefault("loss", loss)) != loss:
-            raise ConfigurationError(
+            problems.append(
                 f"--task {word} is --task {values['task']} --loss {loss}, and --loss {other} was "
                 f"given too: use --task {values['task']} --loss {other}, or leave --loss out."
             )
@@ -210,7 +226,13 @@ class CommandLine:
     args: Settings
     """The settings among them."""
     problems: list[str]
-    """One for each flag that is no setting: a mistake, unless a script defines it."""
+    """One for each flag that is no setting, which a script may define, and each unread value."""
+
+    def find_unread(self) -> set[str]:
+        """The flags whose values could not be read."""
+        known = _get_parser()._option_string_actions
+        starts = {problem.split()[0] for problem in self.problems}
+        return {to_flag(known[word].dest) for word in starts if word in known}
 
 
 def read_flags(words: Sequence[str]) -> CommandLine:
@@ -227,11 +249,10 @@ def read_flags(words: Sequence[str]) -> CommandLine:
                 problems.append(_describe_unknown(word, known))
         if is_known:
             kept.append(word)
-    try:
-        return CommandLine(list(words), parse_arguments(kept), problems)
-    except ConfigurationError as error:
-        has_script = any(word.partition("=")[0] == "--user-script" for word in kept)
-        raise (error if has_script else ConfigurationError([*problems, *error.problems])) from None
+    args, unread = _read_words(_get_parser(), kept)
+    if args.user_script is not None:
+        raise_problems(unread)
+    return CommandLine(list(words), args, [*problems, *unread])
 
 
 def _normalize(word: str, known: Mapping[str, Any]) -> str:

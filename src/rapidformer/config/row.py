@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
+from rapidformer.config.effect import Effect
 from rapidformer.config.schema import get_settings, to_flag
 from rapidformer.config.settings import Settings
+from rapidformer.errors import end_sentence
 
 Kind = Literal["asked", "automatic", "always"]
 """asked: a setting turns it on; automatic: on wherever it applies, with a start-up line; always:
@@ -91,30 +93,41 @@ class Rule:
 
     def is_given(self, args: Settings) -> bool:
         """Whether the settings say so, whatever comes of that in this run."""
-        if self.setting:
-            value = getattr(args, self.setting)
-            is_one = value in self.values
-            if not (is_one if self.values else value != get_settings()[self.setting].default):
-                return False
-        return all(get_switch(name).is_on(args) for name in (self.switch, self.beside) if name)
+        names = filter(None, (self.switch, self.beside))
+        return self.has_value(args) and all(get_switch(name).is_on(args) for name in names)
+
+    def has_value(self, args: Settings) -> bool:
+        """Whether its setting has one of its values; also if it is about none."""
+        if not self.setting:
+            return True
+        value = getattr(args, self.setting)
+        if self.values:
+            return value in self.values
+        return bool(value != get_settings()[self.setting].default)
 
     def holds(
         self, args: Settings, situation: Situation | None = None, *, if_unknown: bool = False
     ) -> bool:
         """Whether it is so in this run; ``if_unknown``: also if that is not known yet."""
         situation = situation or Situation()
-        device, precision = situation.device, situation.precision
         return (
             self.is_given(args)
-            and (not self.among_replicas or args.num_replicas > 1)
+            and self.fits(args, situation, if_unknown=if_unknown)
+            # What has no effect itself matters to nothing else.
+            and all(get_switch(s).counts(args, situation) for s in (self.switch, self.beside) if s)
+        )
+
+    def fits(self, args: Settings, situation: Situation, *, if_unknown: bool = False) -> bool:
+        """Whether it speaks of such a run."""
+        device, precision = situation.device, situation.precision
+        return (
+            (not self.among_replicas or args.num_replicas > 1)
             and (not self.devices or (if_unknown if device is None else device in self.devices))
             and (
                 not self.precisions
                 or (if_unknown if precision is None else precision in self.precisions)
             )
             and self.only_in in ("", situation.phase)
-            # What has no effect itself matters to nothing else.
-            and all(get_switch(s).counts(args, situation) for s in (self.switch, self.beside) if s)
         )
 
     def describe(self, args: Settings | None = None) -> str:
@@ -129,11 +142,6 @@ class Rule:
             return "several data-parallel ranks"
         devices = [f"a {name.upper()} device" for name in self.devices]
         return " or ".join(devices or [f"a run in {name}" for name in self.precisions])
-
-
-def not_with_images(reason: str) -> Rule:
-    """What cannot be done to batches in which pixels of all images stand in one tensor."""
-    return Rule(setting="task", values=("image_text",), reason=reason)
 
 
 @dataclass(frozen=True)
@@ -153,35 +161,6 @@ class Question:
     flag: str
     text: str
     answers: Mapping[str, Mapping[str, Any]]
-
-
-Kept = Literal["everything", "inputs", "products", "compiled"]
-"""What a block keeps for its backward pass: all that autograd saves, its inputs alone, the results
-of matrix products and attention, or what a compiled block saves."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effect:
-    """What a switch does to the memory and work of a run, as ``rapidformer plan`` adds them up."""
-
-    keeps: Mapping[Any, Kept] = field(default_factory=dict)
-    """What a block keeps, by the value of a setting that turns the switch on."""
-    on_host: tuple[str, ...] = ()
-    """Parts of the memory that move to the host."""
-    shards_from: Mapping[str, int] = field(default_factory=dict)
-    """Parts of the state that are sharded over the data-parallel ranks, from which stage on."""
-    divides: Literal["", "layers", "stream", "tokens", "blocks", "experts"] = ""
-    """What its size divides; the stream is what is between split layers."""
-    moments: float | None = None
-    """Bytes of optimizer state for each trained weight."""
-    copies_gradients: Literal["", "always", "at the end"] = ""
-    """When a second copy of all gradients is held."""
-    takes: int = 0
-    """Bytes that it takes whatever the model."""
-    most_work: float | None = None
-    """Operations of a micro-batch above which it is not worth its cost."""
-    in_8_bits: bool = False
-    """Whether the blocks' matrix products are in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +214,8 @@ class Switch:
     is_refused_alone: bool = False
     """Whether unmet needs are an error rather than a warning."""
     excludes: tuple[Rule, ...] = ()
-    """Each pair once, on either side. If it was asked for, the pair is refused, else it is off."""
+    """Each pair once, on either side. If both were asked for, they are refused; if one was, the
+    other is off; if none was, this one is."""
     excludes_adapters: Mapping[str, str] = field(default_factory=dict)
     """Kinds of adapter (``prompt``: all with learned tokens) that it excludes, and why."""
     implies: tuple[Implication, ...] = ()
@@ -248,7 +228,7 @@ class Switch:
     question: Question | None = None
     exact: str = "to 1e-6"
     """For the docs: how closely its result matches a run without it."""
-    effect: Effect = Effect()
+    effect: Effect = field(default_factory=Effect)
     """For ``rapidformer plan``."""
 
     @property
@@ -293,6 +273,16 @@ class Switch:
 
     def find_obstacle(self, args: Settings, situation: Situation) -> Obstacle | None:
         """Why it cannot be applied in this run, as far as settings, device and ranks show."""
+        own = self.find_own_obstacle(args, situation)
+        return own or self._find_excluding(args, situation)
+
+    def find_own_obstacle(self, args: Settings, situation: Situation) -> Obstacle | None:
+        """The same by what this row says, so that each pair is found once."""
+        rules = self.excludes
+        return self._find_unfit(args, situation) or self._find_excluded(args, situation, rules)
+
+    def _find_unfit(self, args: Settings, situation: Situation) -> Obstacle | None:
+        """What stands in its way whatever it is combined with."""
         if self.only_in not in ("", situation.phase):
             return Obstacle(f"it is for {self.only_in}", "left off")
         uses_deepspeed = situation.is_training and get_switch("DeepSpeed").is_on(args)
@@ -312,12 +302,39 @@ class Switch:
         if precision is not None and self.precisions and precision not in self.precisions:
             words = " and ".join(self.precisions)
             return Obstacle(f"it works in {words}, and this run is in {precision}")
-        for rule in self.excludes:
+        return None
+
+    def _find_excluded(
+        self, args: Settings, situation: Situation, rules: tuple[Rule, ...]
+    ) -> Obstacle | None:
+        for rule in rules:
             if rule.holds(args, situation):
                 is_own = not rule.switch and (rule.setting in self.settings or not rule.setting)
                 found = "" if is_own else f"{_EXCLUDED}{rule.describe(args)}: "
                 return Obstacle(f"{found}{rule.reason}", rule.if_asked)
         return None
+
+    def _find_excluding(self, args: Settings, situation: Situation) -> Obstacle | None:
+        """Another row that excludes this one and was asked for."""
+        for other in _ROWS.values():
+            for rule in other.excludes if other.is_asked(args) else ():
+                if other._excludes(self, rule, args, situation):
+                    return Obstacle(f"{_EXCLUDED}{other.describe(args)}: {rule.reason}")
+        return None
+
+    def _excludes(self, row: Switch, rule: Rule, args: Settings, situation: Situation) -> bool:
+        """Whether this row stays and the other one cannot, if that was on, too."""
+        if row.name not in (rule.switch, rule.beside) or rule.if_asked != "refused":
+            return False
+        rest = [get_switch(n) for n in (rule.switch, rule.beside) if n not in ("", row.name)]
+        alone = tuple(each for each in self.excludes if not each.switch)
+        return (
+            rule.has_value(args)
+            and rule.fits(args, situation)
+            and all(other.is_on(args) for other in rest)
+            and self._find_unfit(args, situation) is None
+            and self._find_excluded(args, situation, alone) is None
+        )
 
     def applies(self, args: Settings, situation: Situation) -> bool:
         """Whether it is on and nothing is in its way, as far as is known before it is applied."""
@@ -367,11 +384,6 @@ class Switch:
             to_flag(name) if name in self.kinds else f"{to_flag(name)} {kind}"
             for name, kind in kinds.items()
         ]
-
-
-def end_sentence(text: str) -> str:
-    """With a full stop, unless the last sentence is in brackets and has its own."""
-    return text if text.endswith(")") else f"{text}."
 
 
 def register(*rows: Switch) -> tuple[Switch, ...]:

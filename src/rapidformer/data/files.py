@@ -39,8 +39,8 @@ def get_format(path: Path) -> str | None:
     return _FORMATS.get(Path(name).suffix) if not name.startswith(".") else None
 
 
-def load_file(path: Path, cache_dir: str | None) -> Dataset:
-    """The rows of a file, whatever its format."""
+def check_file(path: Path) -> str:
+    """The format of a file that has something in it."""
     kind = get_format(path)
     if kind is None:
         raise DataError(
@@ -48,6 +48,12 @@ def load_file(path: Path, cache_dir: str | None) -> Dataset:
         )
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty (0 bytes).")
+    return kind
+
+
+def load_file(path: Path, cache_dir: str | None) -> Dataset:
+    """The rows of a file, whatever its format."""
+    kind = check_file(path)
     digest = hash_file(path)[:32]
     # One folder for each content: `datasets` knows a file by its name, size and date alone.
     base = cache_dir or str(import_datasets().config.HF_DATASETS_CACHE)
@@ -208,7 +214,7 @@ def _read_json(path: Path) -> Dataset:
     except ValueError:
         document = None
     if document is None:
-        return build_table(list(_parse_json_lines(text.split("\n"), path)), path)
+        return build_table(list(parse_json_lines(text.split("\n"), path)), path)
     rows = document.get("data")
     if not isinstance(rows, list):
         rows = [document]
@@ -241,7 +247,8 @@ def _flatten_squad(articles: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
+def parse_json_lines(lines: Iterable[str], path: Path) -> Iterator[Any]:
+    """One row per line; a line that is not JSON is named by its number."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -317,7 +324,7 @@ def _load_large(path: Path, kind: str, cache_dir: str) -> Dataset:
     except Exception as error:
         if kind == "json":
             with open_text(path) as file:
-                for _ in _parse_json_lines(file, path):
+                for _ in parse_json_lines(file, path):
                     pass  # up to the first bad line, which is an error
         reason = _find_long_row(path) if is_table else None
         reason = reason or get_first_line(error.__cause__ or error)

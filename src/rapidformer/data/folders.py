@@ -77,7 +77,12 @@ def load_folder(folder: Path, cache_dir: str | None) -> dict[str, Dataset]:
         return {split: _load_split_folder(path, cache_dir) for split, path in by_split.items()}
     if kind := _find_media(folder):
         return {"train": _load_class_folders(folder, kind, None)}
-    raise DataError(
+    raise DataError(describe_no_data(folder))
+
+
+def describe_no_data(folder: Path) -> str:
+    """What a folder of data holds, and what it has instead."""
+    return (
         f"{folder} holds no data files: expected json, jsonl, csv, tsv, parquet, arrow or txt "
         "files named train..., valid... or test..., folders of images or audio, or a folder "
         f"written by save_to_disk; it holds {describe_content(folder)}."

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config.task_sections import DataArguments
-from rapidformer.data.files import get_format, get_table_dialect, open_text
-from rapidformer.data.folders import get_split_name, list_data_files
+from rapidformer.data.files import (
+    check_file,
+    get_format,
+    get_table_dialect,
+    open_text,
+    parse_json_lines,
+)
+from rapidformer.data.folders import describe_no_data, get_split_name, list_data_files
 from rapidformer.data.sources import (
     SPLITS_BY_FLAG,
     as_list,
@@ -34,7 +40,11 @@ def read_heads(args: DataArguments, problems: list[str]) -> dict[Path, Rows]:
     files = list(_find_files(args, problems))
     for split in (*SPLITS_BY_FLAG.values(), None):
         if paths := [path for name, path in files if name == split]:
-            return {path: _read_rows(path) for path in paths[:_FILES]}
+            heads = {}
+            for path in paths[:_FILES]:
+                with _collect(problems):
+                    heads[path] = _read_rows(path)
+            return heads
     return {}
 
 
@@ -46,8 +56,16 @@ def keep_rows(data: Any) -> Any:
     if hasattr(data, "to_dicts"):  # polars
         return data.to_dicts()
     if hasattr(data, "iterrows"):  # pandas; its missing values are NaN
-        return data.astype(object).where(data.notna(), None).to_dict("records")
+        return _as_plain(data.astype(object).where(data.notna(), None).to_dict("records"))
     return list(data) if isinstance(data, Iterator) else data
+
+
+def _as_plain(value: Any) -> Any:
+    """With lists for arrays, which is what pandas makes of a parquet file's lists."""
+    if isinstance(value, dict):
+        return {name: _as_plain(item) for name, item in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [_as_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def take_head(data: Any, split: str) -> list[Any]:
@@ -69,13 +87,17 @@ def _find_files(args: DataArguments, problems: list[str]) -> Iterator[tuple[str 
             path = check_exists(text, "data_path")
             is_folder = path.is_dir()
             files = list_data_files(find_sub_folder(path, args.data_name)) if is_folder else [path]
+            if is_folder and not any(path.iterdir()):
+                raise DataError(describe_no_data(path))
             for file in files:
+                check_file(file)
                 yield get_split_name(file.name.split(".")[0]), file
     for name, split in SPLITS_BY_FLAG.items():
         for text in as_list(getattr(args, name)):
             with _collect(problems):
                 path = check_exists(text, name)
                 if path.is_file():
+                    check_file(path)
                     yield split, path
 
 
@@ -117,14 +139,16 @@ def _read_rows(path: Path) -> Rows:
 
 
 def _read_json(file: Any, path: Path) -> list[Any]:
-    text = file.read(_CHARACTERS).lstrip()
+    text = file.read(_CHARACTERS)
+    lines = text.split("\n")[: -1 if len(text) == _CHARACTERS else None]  # the last may be cut
+    text = text.lstrip()
     decoder = json.JSONDecoder()
     if text.startswith("["):
         row, _ = decoder.raw_decode(text[1:].lstrip())
         return [row]
-    lines = [line for line in text.split("\n") if line.strip()]
-    if len(lines) > 1 and text.startswith("{") and lines[0].rstrip().endswith("}"):
-        return [json.loads(line) for line in lines[:_ROWS]]
+    first, *more = [line.strip() for line in lines if line.strip()][:2] or [""]
+    if more and first.startswith("{") and first.endswith("}"):
+        return list(itertools.islice(parse_json_lines(lines, path), _ROWS))
     row, _ = decoder.raw_decode(text)
     return [] if isinstance(row.get("data"), list) else [row]
 

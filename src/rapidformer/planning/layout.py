@@ -10,7 +10,8 @@ from typing import Any
 
 from rapidformer.accel.pipeline.layout import build_layout
 from rapidformer.config import Settings
-from rapidformer.config.row import Effect, Kept, Situation, Switch
+from rapidformer.config.effect import Effect, Kept
+from rapidformer.config.row import Situation, Switch
 from rapidformer.config.switches import SWITCHES
 from rapidformer.planning.parts import Blocks, Parameter, Part, Shape, Weights
 

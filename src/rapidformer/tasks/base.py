@@ -7,7 +7,7 @@ exact: a record has a row's *summed* loss and its number of terms, and a tally g
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -122,6 +122,10 @@ class Task(ABC):
         if not has_answers:
             roles = [role for role in roles if role.name != self.answer_role]
         find_columns(roles, get_column_names(rows), args)
+
+    def find_problems(self, args: Settings) -> Iterator[str]:
+        """What training and evaluation need beside the data, and the settings do not give."""
+        yield from ()
 
     @abstractmethod
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:

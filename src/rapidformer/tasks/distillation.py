@@ -6,16 +6,16 @@ frozen model beside the student, under the student's layout unless the settings 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.objective_sections import DistillationArguments
-from rapidformer.errors import ConfigurationError, ModelError
+from rapidformer.errors import ModelError, raise_problems
 from rapidformer.log import get_logger
-from rapidformer.models.location import find_model_folder, get_model_location
+from rapidformer.models.location import check_folder, find_model_folder, get_model_location
 from rapidformer.tasks.base import Batch, FrozenModel, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM
 from rapidformer.tasks.metrics.tally import DistillationTally, Tally
@@ -62,6 +62,18 @@ class Distillation(CausalLM):
     reads_as = ("causal_lm",)
     uses_dropout = False
 
+    def find_problems(self, args: Settings) -> Iterator[str]:
+        if args.teacher is None:
+            yield (
+                "--task distillation needs --teacher MODEL: a model with the student's "
+                "vocabulary, as a Hub name, a folder or a run. Without one, use --task causal_lm."
+            )
+            return
+        try:
+            check_folder(_find_place(args.teacher), needed="config.json", needs_weights=True)
+        except ModelError as error:
+            yield f"--teacher {args.teacher}: {error}"
+
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         if args.teacher is not None:
             _check_vocabulary(args)
@@ -69,11 +81,7 @@ class Distillation(CausalLM):
         return replace(prepared, extras={**prepared.extras, "objective": _build_objective(args)})
 
     def build_objective(self, args: Settings) -> Objective:
-        if args.teacher is None:
-            raise ConfigurationError(
-                "--task distillation needs --teacher MODEL: a model with the student's "
-                "vocabulary, as a Hub name, a folder or a run. Without one, use --task causal_lm."
-            )
+        raise_problems(list(self.find_problems(args)))
         return _build_objective(args)
 
     def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, FrozenModel]:
@@ -144,10 +152,13 @@ def _score(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Recor
 # ---- the teacher ---------------------------------------------------------------------------------
 
 
+def _find_place(teacher: str) -> str:
+    return str(find_model_folder(Path(teacher).expanduser()) or teacher)
+
+
 def _get_teacher_settings(args: Settings) -> Settings:
     """The settings that build the teacher."""
-    place = find_model_folder(Path(args.teacher or "").expanduser()) or args.teacher
-    changed = {**_STUDENTS, "pretrained_model_name_or_path": str(place)}
+    changed = {**_STUDENTS, "pretrained_model_name_or_path": _find_place(args.teacher or "")}
     if args.sources.get("from_scratch") == "rapidformer verify":
         for name in _SIZES:  # the student was made small, and so is the teacher
             changed.pop(name)

@@ -68,6 +68,16 @@ class TokenClassification(Task):
     best_metric = "f1"
     greater_is_better = True
 
+    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        super().check_columns(rows, args, has_answers=has_answers)
+        if has_answers:
+            columns = find_columns((TAGS, WORDS), get_column_names(rows), args)
+            names = columns["words"], columns["tags"]
+            for number, row in enumerate(rows, start=1):
+                words, tags = (row.get(name) for name in names)
+                if tags is not None:  # in all rows of a test set without labels
+                    _check_pair(words, tags, f"row {number}", names)
+
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         parts = _load_parts(args)
         tables = get_splits(args, splits)
@@ -169,6 +179,12 @@ def _read_tags(
 def _check_pair(words: Any, tags: Any, where: str, columns: tuple[str, str]) -> None:
     if words is None or tags is None:
         raise DataError(f"{where}: the words or the tags are missing.")
+    for value, name in zip((words, tags), columns, strict=True):
+        if not isinstance(value, (str, Sequence)):
+            raise DataError(
+                f"{where}: {name} holds {value!r}, and tagging needs one tag for each word. To "
+                "learn one label for a whole text, use --task sequence_classification."
+            )
     counts = len(_as_words(words)), len(_as_tags(tags))
     if counts[0] != counts[1]:
         raise DataError(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import enable_reentrant_dispatch
 
 from rapidformer.accel.fused_loss.chunked import Step
 from rapidformer.accel.fused_loss.head import DATA_ACCESS, Head, watch_steps
@@ -29,6 +30,7 @@ from rapidformer.compat.torch_dispatch import (
     convert_function_arguments,
     tree_leaves,
     tree_map_only,
+    without_torch_dispatch,
     without_torch_function,
 )
 from rapidformer.compat.torch_tensors import FACTS
@@ -113,7 +115,7 @@ class DeferredLogits(torch.Tensor):
         self.head.check_inputs()
         if not self._hidden.requires_grad:
             return self._hidden
-        with without_torch_function():
+        with without_torch_function(), without_torch_dispatch():
             logits = self.as_subclass(Tensor)
         return map_tokens(self._hidden, lambda hidden: _Through.apply(hidden, logits))
 
@@ -139,6 +141,15 @@ class DeferredLogits(torch.Tensor):
             if result is not NotImplemented:
                 return result
         args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What has bypassed ``__torch_function__``, such as ``torch.tensor(x)``, needs them."""
+        with enable_reentrant_dispatch():
+            args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import enable_reentrant_dispatch
 
 from rapidformer.accel.unpad.calls import Call, get_call, note_mode
 from rapidformer.accel.unpad.rows import Layout, Rows
@@ -213,6 +214,15 @@ class Unpadded(torch.Tensor):
         if result is not NotImplemented:
             return result
         args, kwargs = tree_map_only(cls, settle, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What has bypassed ``__torch_function__``, such as ``torch.tensor(x)``, reads padding."""
+        with enable_reentrant_dispatch():
+            args, kwargs = tree_map_only(cls, settle, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from rapidformer.config.effect import Effect
 from rapidformer.config.row import (
-    Effect,
     Implication,
     Question,
     Rule,
     Switch,
-    not_with_images,
     register,
 )
+from rapidformer.config.rows.whole import not_with_images
 
 _SPLIT = ("tensor parallelism", "expert parallelism", "ZeRO", "CPU offload")
 _COLLECTIVES = (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from rapidformer.config.effect import Effect
 from rapidformer.config.row import (
     AUTO,
-    Effect,
     Implication,
     Question,
     Rule,
     Switch,
-    not_with_images,
     register,
 )
-from rapidformer.config.rows.whole import LEARNED_TOKENS, NEW_DROPOUT, SHARD_INSTEAD
+from rapidformer.config.rows.whole import (
+    LEARNED_TOKENS,
+    NEW_DROPOUT,
+    SHARD_INSTEAD,
+    not_with_images,
+)
 
 _ZERO_STAGES = {
     "zero_1_memory_optimization": 1, "zero_2_memory_optimization": 2,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rapidformer.config.row import Effect, Rule, Switch, not_with_images, register
+from rapidformer.config.effect import Effect
+from rapidformer.config.row import Rule, Switch, register
 
 NEW_DROPOUT = "; dropout only in distribution"
 LEARNED_TOKENS = {
@@ -10,6 +11,12 @@ LEARNED_TOKENS = {
     "LoRA (--lora-rank)"
 }
 SHARD_INSTEAD = "Use --zero-3-memory-optimization"
+
+
+def not_with_images(reason: str) -> Rule:
+    """What cannot be done to batches in which pixels of all images stand in one tensor."""
+    return Rule(setting="task", values=("image_text",), reason=reason)
+
 
 WHOLE = register(
     Switch(

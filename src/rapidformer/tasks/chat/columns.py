@@ -23,6 +23,8 @@ from rapidformer.tasks.rows.columns import (
 )
 from rapidformer.tasks.rows.rows import get_column_names
 
+_SHOWN = 60
+"""Characters of a value that a message shows."""
 # Tried in this order.
 PAIRS: tuple[tuple[str, str], ...] = (
     ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"),
@@ -87,10 +89,12 @@ def find_chat_columns(
     if args.prompt_column is not None or args.response_column is not None:
         return _find_pair(available, args, has_answers)
     by_lower = {name.lower(): name for name in available}
+    likely = [by_lower[name] for name in MESSAGES.candidates if name in by_lower]
     if args.messages_column is not None:
         turns: str | None = check_given(args.messages_column, MESSAGES.flag, available)
+        if (value := _find_first(rows, args.messages_column)) and not _are_turns(value):
+            raise DataError(_describe_no_turns(args.messages_column, value))
     else:
-        likely = [by_lower[name] for name in MESSAGES.candidates if name in by_lower]
         turns = next((name for name in likely if holds_turns(rows, name)), None)
     if turns is not None:
         tools = find_column(TOOLS, available, args, taken=[turns])
@@ -104,6 +108,8 @@ def find_chat_columns(
     except DataError as error:
         if {"chosen", "rejected"} <= by_lower.keys():
             raise DataError(_describe_preferences(rows, by_lower)) from None
+        if likely and (value := _find_first(rows, likely[0])) is not None:
+            raise DataError(_describe_no_turns(likely[0], value)) from None
         raise DataError(
             f"{error} For conversations, give --messages-column; for prompts and answers, "
             "--prompt-column and --response-column."
@@ -173,7 +179,27 @@ def _with_extras(
 
 def holds_turns(rows: Any, name: str) -> bool:
     """Whether a column has messages in it, not texts."""
-    first = next((row[name] for row in rows if row.get(name)), None)
-    if isinstance(first, str):
-        return first.lstrip().startswith("[{")
-    return isinstance(first, Sequence) and isinstance(first[0], Mapping)
+    return _are_turns(_find_first(rows, name))
+
+
+def _find_first(rows: Any, name: str) -> Any:
+    """The first value of a column that is not empty; None without one."""
+    # Lists of a DataFrame are arrays, which are neither true nor false.
+    values = (row.get(name) for row in rows)
+    return next((v for v in values if v is not None and getattr(v, "__len__", lambda: 1)()), None)
+
+
+def _are_turns(value: Any) -> bool:
+    if isinstance(value, str):  # as JSON
+        return "".join(value[:20].split()).startswith("[{")
+    return isinstance(value, Sequence) and isinstance(value[0], Mapping)
+
+
+def _describe_no_turns(name: str, value: Any) -> str:
+    shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]} ..."
+    hint = f" To train on it as plain text, give --text-column {shlex.quote(name)}."
+    return (
+        f"The column {name} holds {shown}, not the turns of conversations, such as "
+        '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}].'
+        f"{hint if isinstance(value, str) else ''}"
+    )

@@ -7,13 +7,13 @@ not have.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.objective_sections import GrpoArguments
 from rapidformer.config.task_sections import DataArguments
-from rapidformer.errors import DataError
+from rapidformer.errors import DataError, RapidformerError
 from rapidformer.tasks.base import Batch, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.chat.columns import (
@@ -73,11 +73,17 @@ class Grpo(CausalLM):
     def _get_functions(self, args: GrpoArguments) -> Sequence[RewardFunction]:
         return load_reward_functions(args) if self._functions is None else self._functions
 
+    def find_problems(self, args: Settings) -> Iterator[str]:
+        try:
+            self._get_functions(args)
+        except RapidformerError as error:
+            yield str(error)
+
     def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
         columns = find_prompts(rows, args)
         if columns is None:
             find_column(TEXT, get_column_names(rows), args)
-        if has_answers:
+        if has_answers and not any(self.find_problems(args)):
             for function in self._get_functions(args):
                 function.check(get_column_names(rows))
 

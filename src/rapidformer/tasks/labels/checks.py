@@ -97,6 +97,12 @@ def check_lists(values: Mapping[str, list[Any]], column: str) -> None:
                 f"{split}, row {number}: the label {value!r} in the column {column} is not a "
                 "list, which multi-label classification needs."
             )
+        for item in value:
+            if not isinstance(item, (str, int, float)):
+                raise DataError(
+                    f"{split}, row {number}: the label {value!r} in the column {column} holds "
+                    f"{item!r}, and classes are names or numbers."
+                )
 
 
 def count_classes(rows: Sequence[Sequence[Any]], split: str) -> int:

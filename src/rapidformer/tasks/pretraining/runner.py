@@ -17,6 +17,7 @@ from rapidformer.tasks.pretraining.models import (
     count_usable_tokens,
     load_processor,
 )
+from rapidformer.tasks.rows.preflight import find_missing_length
 from rapidformer.training.evaluation import Metrics, evaluate_model
 from rapidformer.training.pretrainer import PreTrainer
 
@@ -52,15 +53,7 @@ class TaskPreTrainer(PreTrainer):
 
 
 def pretrain(engine: RapidformerEngine) -> Metrics:
-    args = engine.args
-    problems = []
-    if args.train_iters is None and args.train_samples is None:
-        problems.append(
-            "give the length of training: --train-iters, --train-samples or --train-tokens."
-        )
-    if args.lr is None:
-        problems.append("--task pretraining needs --lr, the peak learning rate.")
-    raise_problems(problems)
+    raise_problems(list(find_missing_length(engine.args)))
     return TaskPreTrainer(engine).train()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rapidformer.config.schema import to_flag
@@ -46,7 +46,7 @@ def find_column(
     if match is None:
         match = next((by_lower[name] for name in role.candidates if name in by_lower), None)
     if match is None and role.required:
-        raise DataError(describe_missing([role], available))
+        raise DataError(describe_missing([role], available, taken))
     return match
 
 
@@ -66,7 +66,7 @@ def find_columns(
             else:
                 problems.append(str(error))
     if missing:
-        problems.append(describe_missing(missing, available))
+        problems.append(describe_missing(missing, available, list(columns.values())))
     if problems:
         raise DataError(" ".join(problems))
     return columns
@@ -83,8 +83,10 @@ def check_given(column: str, flag: str, available: Sequence[str]) -> str:
     )
 
 
-def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> str:
-    """One message for all the roles without a column."""
+def describe_missing(
+    roles: Sequence[ColumnRole], available: Sequence[str], taken: Sequence[str | None] = ()
+) -> str:
+    """One message for all the roles without a column; those ``taken`` have other roles."""
     only = available[0] if len(available) == 1 else ""
     if separator := next((sign for sign in ";\t|" if sign in only), None):
         return (
@@ -97,14 +99,23 @@ def describe_missing(roles: Iterable[ColumnRole], available: Sequence[str]) -> s
             "its own, named after it."
         )
     parts, hints = [], []
+    free = [name for name in available if name not in taken]
+    has_enough = len(free) >= len(roles)
     for role in roles:
         known = list_first(role.candidates, 6)
         parts.append(f"no column with {role.holds} was found (tried {known})")
-        alike = (find_nearest(known, available) for known in role.candidates)
+        alike = (find_nearest(known, free) for known in role.candidates)
         near = next((name for name in alike if name), None)
+        if near is not None:
+            free.remove(near)
         hints.append(f"{role.flag} {shlex.quote(near) if near else 'NAME'}")
     text = " and ".join(parts)
     start, flags = f"{text[0].upper()}{text[1:]}", " and ".join(hints)
+    if not has_enough:
+        return (
+            f"{start}. The data has only {_listed(available)}: `rapidformer tasks NAME` shows what "
+            "a task needs."
+        )
     return f"{start}. The data has {_listed(available)}: name it with {flags}."
 
 

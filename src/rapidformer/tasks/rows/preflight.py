@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings
+from rapidformer.config.schema import to_flag
 from rapidformer.config.sections import CheckpointArguments, LaunchArguments
 from rapidformer.config.stream_rules import find_length_problems
 from rapidformer.config.task_sections import RunArguments
@@ -35,14 +36,18 @@ STANDARD_INPUT = "-"
 def find_task_problems(
     args: Settings, command: str, num_gpus: int, rows: list[Any] | None = None
 ) -> list[str]:
-    """Every problem of a command, or of a call, which is given its first ``rows``."""
+    """Every problem of a command, or of a call, which is given its first ``rows``.
+
+    The command ``data show`` looks at rows alone.
+    """
     problems = [*_check_device(args, num_gpus), *_check_needs(args, command)]
     problems += _check_save(args) if command == "train" else _check_output(args, command)
     problems += find_length_problems(args) if command == "train" else ()
     if args.task is None:
         return problems
     if is_pretraining(args.task) and command != "predict":
-        return problems + list(_check_metric(args, _PRETRAINING_METRICS))
+        problems += _check_metric(args, _PRETRAINING_METRICS)
+        return [*problems, *_check_pretraining(args, command)]
     try:
         task = get_task(args.task)
     except RapidformerError as error:
@@ -50,9 +55,10 @@ def find_task_problems(
     problems += _check_metric(args, (*task.metrics, *_list_set_metrics(args, task)))
     if args.streaming and not task.streams:
         problems.append(f"--streaming: --task {task.name} prepares all rows at once. Leave it out.")
-    problems += _check_model(args, None if command == "train" else task)
+    problems += _check_model(args, task if command in ("evaluate", "predict") else None)
     problems += _check_input(args, task) if command == "predict" else ()
     has_answers = command != "predict"
+    problems += task.find_problems(args) if command in ("train", "evaluate") else ()
     if rows is not None:
         problems += _check_columns(args, task, rows, has_answers=has_answers)
     elif has_answers or (args.input is None and not args.chat):
@@ -143,6 +149,29 @@ def _check_metric(args: Settings, metrics: tuple[str, ...]) -> Iterator[str]:
         f"--metric-for-best-model {metric}: --task {args.task} has no such metric. It has "
         f"{', '.join(metrics[:20])}.{suggest(metric, metrics)}"
     )
+
+
+def _check_pretraining(args: Settings, command: str) -> Iterator[str]:
+    from rapidformer.data.indexed.layout import check_files_exist, strip_ending
+    from rapidformer.data.pretraining.blend import parse_data_prefix
+
+    if command == "train":
+        yield from find_missing_length(args)
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        given = getattr(args, name)
+        try:
+            for item in parse_data_prefix(given, to_flag(name)) if given is not None else ():
+                check_files_exist(strip_ending(item.prefix))
+        except RapidformerError as error:
+            yield str(error)
+
+
+def find_missing_length(args: Settings) -> Iterator[str]:
+    """What has no default in pre-training, since it depends on the corpus."""
+    if args.train_iters is None and args.train_samples is None and args.train_tokens is None:
+        yield "give the length of training: --train-iters, --train-samples or --train-tokens."
+    if args.lr is None:
+        yield "--task pretraining needs --lr, the peak learning rate."
 
 
 def _list_set_metrics(args: Settings, task: Task) -> list[str]:

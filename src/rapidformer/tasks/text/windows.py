@@ -59,7 +59,7 @@ def _as_pairs(value: Any, place: str, column: str) -> list[tuple[str, int | None
     if isinstance(value, str):
         return [(value, None)]
     if isinstance(value, dict) and "text" in value:
-        texts, starts = value["text"], value.get("answer_start")
+        texts, starts = value["text"] or [], value.get("answer_start")
         if isinstance(texts, str):
             texts, starts = [texts], [starts]
         starts = starts if starts else [None] * len(texts)
