@@ -154,6 +154,12 @@ class RunRecords(TrainerInterface):
     current_gradient_accumulation_steps = 1
     """Do not divide the loss of a micro-batch: the loop weights each by its labels."""
     model_accepts_loss_kwargs = False
+    is_fsdp_enabled = is_fsdp_xla_enabled = is_tp_enabled = False
+    """The model is never wrapped, whatever shards it."""
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        return bool(self.args.deepspeed)
 
     @property
     def model_wrapped(self) -> nn.Module:
