@@ -202,7 +202,7 @@ def test_batches_that_cannot_be_dealt_out_are_refused() -> None:
     with pytest.raises(DataError, match="Lengths gave 4 batches, and its length is 3"):
         list(adopt(short))
     loader = DataLoader(range(8), batch_sampler=Lengths())  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="Lengths gives each process other batches"):
+    with pytest.raises(DataError, match="Lengths gives each process another order"):
         list(adopt(loader, 2, gather_digests=lambda digest: [digest, "another"]))
     cut = DistributedSampler(list(range(8)), num_replicas=2, rank=0)
 
@@ -213,16 +213,37 @@ def test_batches_that_cannot_be_dealt_out_are_refused() -> None:
         adopt(DataLoader(range(8), batch_sampler=Own(cut, 2, False)))  # type: ignore[arg-type]
 
 
-def test_distributed_sampler_is_refused_or_taken_for_what_it_orders() -> None:
-    """A script for torchrun has one already: the data must not be cut twice."""
-    sampler = DistributedSampler(list(range(8)), num_replicas=2, rank=0, shuffle=False)
-    loader = DataLoader(range(8), batch_size=2, sampler=sampler)
-    try:
-        adopted = [adopt(loader, 2, replica) for replica in range(2)]
-    except DataError as error:
-        assert "DistributedSampler" in str(error)
-        return
-    assert sorted(x for part in adopted for batch in take(part) for x in batch) == list(range(8))
+@pytest.mark.parametrize("drops", [False, True])
+def test_what_a_distributed_sampler_orders_is_not_cut_twice(drops: bool) -> None:
+    """A script for torchrun has one already; each update has the rows that it has with DDP."""
+    rows: Any = range(7)
+    samplers = [DistributedSampler[int](rows, 2, rank, drop_last=drops) for rank in range(2)]
+    loaders = [DataLoader[int](rows, batch_size=2, sampler=sampler) for sampler in samplers]
+    adopted = [adopt(loader, 2, replica) for replica, loader in enumerate(loaders)]
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        theirs = [
+            {*first.tolist(), *second.tolist()} for first, second in zip(*loaders, strict=True)
+        ]
+        ours = [{*first, *second} for first, second in zip(*map(take, adopted), strict=True)]
+        assert ours[0] == theirs[0]
+        assert ours[1] == theirs[1] - theirs[0]  # a row that fills up is left out
+        assert len(ours[0] | ours[1]) == (6 if drops else 7)
+
+
+def test_a_sampler_that_divides_the_data_is_refused() -> None:
+    """The rows would be divided twice."""
+    own = DataLoader(range(8), batch_size=2, sampler=Backwards(8))  # type: ignore[var-annotated]
+    with pytest.raises(DataError, match="Backwards gives each process another order: it divides"):
+        list(adopt(own, 2, gather_digests=lambda digest: [digest, "another"]))
+
+    class Own(DistributedSampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([0, 1])
+
+    with pytest.raises(DataError, match="Own divides the data in its own way"):
+        adopt(DataLoader(range(8), sampler=Own(range(8), 2, 0)), 2)  # type: ignore[arg-type]
 
 
 class Stream(IterableDataset[int]):

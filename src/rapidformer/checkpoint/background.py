@@ -80,6 +80,11 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._write, args=(save,), name="rapidformer-save")
         self._thread.start()
 
+    def join(self) -> None:
+        """Wait for the save, but leave it to ``finish``, which every rank calls."""
+        if self._thread is not None:
+            self._thread.join()
+
     def finish(self) -> Save | None:
         """Wait for the save and return it; raises what went wrong. None if there is none."""
         save, thread = self.save, self._thread

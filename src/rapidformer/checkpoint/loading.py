@@ -286,12 +286,13 @@ def _load_random_states(folder: Path, run: dict[str, Any], state: TrainingState)
         return
     # By layout, not by the number of ranks: two replicas draw different masks, two halves of a
     # layer the same ones.
-    is_same = run.get("layout") == state.topology.describe()
-    if is_same:
+    is_complete = not run.get("is_by_first")
+    if is_complete and run.get("layout") == state.topology.describe():
         set_random_states(read_json(folder / get_random_file(get_rank())), state.device)
         return
     draw_other_numbers(read_json(first), state.topology.get_rank("data"))
+    how = "by another layout of ranks" if is_complete else "on rank 0 alone"
     warn(
-        "%s was saved by another layout of ranks: dropout draws other random numbers than the "
-        "first run would have.", folder,
+        "%s was saved %s: dropout draws other random numbers than the first run would have.",
+        folder, how,
     )  # fmt: skip

@@ -52,7 +52,12 @@ from rapidformer.checkpoint.state import (
     keep_json,
 )
 from rapidformer.checkpoint.writing import run_on_first, warn_if_full, writing
-from rapidformer.dist.collectives import broadcast_object, gather_from_all, gather_on_first
+from rapidformer.dist.collectives import (
+    broadcast_object,
+    gather_from_all,
+    gather_on_first,
+    is_apart,
+)
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import CheckpointError, TrainingError, WriteError, list_some
 from rapidformer.hub import quiet_transformers
@@ -223,6 +228,7 @@ def prepare_save(
             "format": FORMAT,
             "step": state.step,
             "layout": state.topology.describe(),
+            "is_by_first": is_apart(),
             "facts": state.facts,
             "scheduler": keep_json(state.scheduler.state_dict()),
             "scaler": state.scaler.state_dict() if state.scaler else None,

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.topology import Topology
 
 
@@ -69,6 +70,20 @@ class TrainingState:
     """What a resumed run should share with this one."""
     saved_facts: dict[str, Any] = field(default_factory=dict)
     """The same of the checkpoint that was loaded."""
+
+
+def describe_split(state: TrainingState) -> str | None:
+    """Why no rank could save the state by itself; None if each of them holds all of it."""
+    topology = state.topology
+    if state.gathered is not None:
+        return "DeepSpeed keeps a part of the state on each of them"
+    if topology.pipeline * topology.tensor * topology.expert > 1:
+        return "each of them holds a part of the model"
+    optimizer: Any = state.optimizer  # None if only weights are there
+    moments = [] if optimizer is None else [t for s in optimizer.state.values() for t in s.values()]
+    if any(isinstance(tensor, DTensor) for tensor in (*state.model.parameters(), *moments)):
+        return "each of them holds a part of the weights or of the optimizer's state"
+    return None
 
 
 def collect_tensors(
@@ -125,7 +140,7 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return 1 if is_alone() else dist.get_world_size()
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from io import IOBase
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = ["StridedShard"]
 
 PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks that agree where to stop",
+    "sys._current_frames": "where a rank waits that has not come to a call of all ranks",
     "torch.distributed._broadcast_coalesced": "weights of the first rank for all, many at a time",
     "torch.distributed.tensor.DTensor._local_tensor": "where hundreds of shards are, in every step",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "groups over two axes of a run",
@@ -69,6 +72,11 @@ def list_local(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def get_default_store() -> Any:
     """The key-value store through which the ranks have found each other."""
     return distributed_c10d._get_default_store()
+
+
+def find_frame(thread: int) -> FrameType | None:
+    """Where a thread of this process is just now."""
+    return sys._current_frames().get(thread)
 
 
 def broadcast_from_first(tensors: Sequence[torch.Tensor]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Sequence, Sized
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from rapidformer.data.data_source import is_stream
@@ -38,12 +40,9 @@ def adopt_loader(
     if type(batches) is not BatchSampler:
         return _adopt_batches(loader, common)
     sampler: Any = None if is_stream(loader.dataset) else batches.sampler
-    if isinstance(sampler, DistributedSampler):
-        raise DataError(
-            "the DataLoader has a DistributedSampler, but the engine spreads the data itself: "
-            "leave the sampler out (shuffle=True for a shuffled order)."
-        )
     given = sampler
+    if isinstance(sampler, DistributedSampler):
+        sampler = _Undivided(sampler)
     is_random = (
         type(sampler) is RandomSampler  # one derived from it may give any order
         and not sampler.replacement
@@ -62,7 +61,7 @@ def adopt_loader(
         # Of a batch, as it says, also if several make an update.
         drop_last=batches.drop_last, keeps_rounds=True,
         micro_batch_size=batch_size or batches.batch_size,
-        order=None if sampler is None else lambda: list(sampler),
+        order=None if sampler is None else _OwnOrder(sampler, share.get("gather_digests")).draw,
         num_samples=len(sampler) if isinstance(sampler, Sized) else None, **common,
     )  # fmt: skip
     adopted.sampler = given
@@ -100,6 +99,55 @@ def _adopt_batches(loader: DataLoader[object], common: dict[str, Any]) -> Distri
     return adopted
 
 
+class _Undivided(Sampler[int]):
+    """What a ``DistributedSampler`` orders, for all processes together: the loader divides it.
+
+    The rows that it repeats so that all processes get equally many are left out.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        if type(sampler).__iter__ is not DistributedSampler.__iter__:
+            raise DataError(
+                f"the DataLoader's {type(sampler).__name__} divides the data in its own way, but "
+                "the engine spreads it itself: give it a sampler of the whole data."
+            )
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        rows: int = len(self._sampler.dataset)  # type: ignore[arg-type]
+        return min(rows, self._sampler.total_size)
+
+    def __iter__(self) -> Iterator[int]:
+        parts = []
+        for rank in range(self._sampler.num_replicas):
+            part = copy.copy(self._sampler)  # with the epoch that the script has set
+            part.rank = rank
+            parts.append(list(part))
+        turns = itertools.chain.from_iterable(zip(*parts, strict=True))
+        return itertools.islice(turns, len(self))
+
+
+class _OwnOrder:
+    """What a sampler of the user's own draws for each epoch: the same on every process."""
+
+    def __init__(self, sampler: Any, gather_digests: Callable[[str], Sequence[str]] | None) -> None:
+        self._sampler, self._gather_digests = sampler, gather_digests
+        """How the ranks compare what they have drawn; None once they have."""
+
+    def draw(self) -> list[Any]:
+        keys, gather = list(self._sampler), self._gather_digests
+        self._gather_digests = None
+        if gather is not None:
+            digest = hashlib.sha256(repr(keys).encode()).hexdigest()
+            if len(set(gather(digest))) > 1:
+                raise DataError(
+                    f"{type(self._sampler).__name__} gives each process another order: it divides "
+                    "the data by rank, or draws from random numbers of its own. Every process must "
+                    "get the same, of the whole data: the loader deals it out itself."
+                )
+        return keys
+
+
 class _BatchLoader(DistributedLoader):
     """Its samples are the batches that a sampler makes for each epoch."""
 
@@ -120,8 +168,7 @@ class _Batches:
         takes_rows: bool,
     ) -> None:
         self._dataset, self._sampler, self._takes_rows = dataset, sampler, takes_rows
-        self._gather_digests = gather_digests
-        """How the ranks compare their batches; None once they have."""
+        self._order = _OwnOrder(sampler, gather_digests)
         self._keys: list[Any] = []
         self.fingerprint = getattr(dataset, "fingerprint", None)
 
@@ -130,21 +177,12 @@ class _Batches:
 
     def draw(self) -> Sequence[int]:
         """Make the batches of the next epoch."""
-        self._keys, name = list(self._sampler), type(self._sampler).__name__
+        self._keys = self._order.draw()
         if len(self._keys) != len(self):
             raise DataError(
-                f"{name} gave {len(self._keys)} batches, and its length is {len(self)}: its "
-                "__len__() must count the batches of an epoch."
+                f"{type(self._sampler).__name__} gave {len(self._keys)} batches, and its length is "
+                f"{len(self)}: its __len__() must count the batches of an epoch."
             )
-        gather, self._gather_digests = self._gather_digests, None
-        if gather is not None:
-            digest = hashlib.sha256(repr(self._keys).encode()).hexdigest()
-            if len(set(gather(digest))) > 1:
-                raise DataError(
-                    f"{name} gives each process other batches: it divides the data by rank, or "
-                    "draws from random numbers of its own. Every process must get the same "
-                    "batches: the loader deals them out itself."
-                )
         return range(len(self._keys))
 
     def __getitem__(self, number: int) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +17,28 @@ from rapidformer.errors import RapidformerError
 T = TypeVar("T")
 
 
+_is_apart: ContextVar[bool] = ContextVar("is_apart", default=False)
+
+
 def is_alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    """Whether there are no other ranks, or this one works ``apart`` from them just now."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return not has_group or _is_apart.get() or dist.get_world_size() == 1
+
+
+def is_apart() -> bool:
+    """Whether there may be others, which do not take part in what this rank does just now."""
+    return _is_apart.get()
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Inside, this rank asks no other one: for what it can do by itself, as in one process."""
+    token = _is_apart.set(True)
+    try:
+        yield
+    finally:
+        _is_apart.reset(token)
 
 
 def sum_over_replicas(tensor: torch.Tensor, topology: Topology) -> torch.Tensor:

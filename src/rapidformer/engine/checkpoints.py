@@ -1,4 +1,4 @@
-"""A run's checkpoints; every rank must call these methods for its own shards."""
+"""A run's checkpoints; where the state is split over ranks, all of them must call these methods."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 from torch.optim.lr_scheduler import LambdaLR
 
 from rapidformer.checkpoint.background import SMALLEST_BYTES, BackgroundSave
-from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
 from rapidformer.checkpoint.finding import (
     abandon_later,
     blaming,
@@ -27,10 +26,11 @@ from rapidformer.checkpoint.saving import Save, check_finite, plan_save, prepare
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.checkpoint.writing import run_on_first, writing
 from rapidformer.config.sections import CheckpointArguments
-from rapidformer.dist.collectives import broadcast_object, gather_from_all, wait_for_all
+from rapidformer.dist.collectives import broadcast_object, gather_from_all, is_apart
 from rapidformer.dist.heartbeat import in_phase
 from rapidformer.engine.facts import report_differences
 from rapidformer.engine.model import RunModel
+from rapidformer.engine.model_files import ModelFiles
 from rapidformer.engine.runtime import Runtime
 from rapidformer.errors import CheckpointError, RapidformerError, TrainingError, WriteError
 from rapidformer.log import get_logger, warn_once
@@ -40,7 +40,7 @@ EXPORTED = "exported"
 """The folder of a checkpoint's adapter, if each checkpoint holds what ``from_pretrained`` reads."""
 
 
-class Checkpoints:
+class Checkpoints(ModelFiles):
     """Saves and restores the state of training.
 
     ``model`` is what is saved, ``collect`` the state of all parts of the run. ``follow_samples``
@@ -64,8 +64,8 @@ class Checkpoints:
         self._folder: Path | None = None
         """The folder that this run writes to; rank 0 has its lock."""
         self._lock: FolderLock | None = None
-        self._runtime, self._clock, self._model = runtime, clock, model
-        self._collect, self._follow_samples = collect, follow_samples
+        super().__init__(runtime, model, collect)
+        self._clock, self._follow_samples = clock, follow_samples
         self._background = BackgroundSave()
         self._has_gone_back = True
         """Whether later checkpoints than the loaded one are out of the way."""
@@ -94,13 +94,21 @@ class Checkpoints:
                 "save after optimizer.step(): the gradients of this update are incomplete."
             )
 
+        with self.attending(f"save_checkpoint({str(target)!r})") as takes_part:
+            if takes_part:
+                self._save(target, extra or {}, protected, processor, wait=wait)
+        return target / name_checkpoint(self._clock.updates)
+
+    def _save(
+        self, target: Path, extra: dict[str, Any], protected: Path | None, processor: Any, *,
+        wait: bool,
+    ) -> None:  # fmt: skip
         def claim() -> None:
             """What rank 0 does once the checkpoint is published."""
             drop_abandoned(target)
             claim_folder(target)
 
-        self.wait_for_save()
-        self._last_save = None
+        self._finish_last()
         with in_phase("save"), writing(target):
             self.hold_folder(target)
             self._set_earlier_aside(target.absolute())
@@ -109,7 +117,7 @@ class Checkpoints:
             try:
                 is_adapter = self._model.adapter is not None
                 save = prepare_save(
-                    target, self._collect(), extra or {},
+                    target, self._collect(), extra,
                     keep=self.args.save_total_limit, protected=protected, processor=processor,
                     with_optimizer=self.args.save_optim, with_random_states=self.args.save_rng,
                     with_model=self.holds_model and not is_adapter,
@@ -119,7 +127,9 @@ class Checkpoints:
                 if self._lock is not None:
                     save.before_publishing = self._lock.check
                 save.after_publishing = claim
-                if not wait and self._writes_behind(save.pieces, save.total_bytes):
+                if is_apart():  # the results of the others are taken by every rank
+                    save.write()
+                elif not wait and self._writes_behind(save.pieces, save.total_bytes):
                     self._background.start(save)
                 else:
                     save.write()
@@ -128,7 +138,6 @@ class Checkpoints:
                 if wait:
                     raise
                 self._report_failed_save(self._clock.updates, error)
-        return target / name_checkpoint(self._clock.updates)
 
     @property
     def is_saving(self) -> bool:
@@ -151,6 +160,14 @@ class Checkpoints:
         except WriteError as error:
             if not save.is_cancelled.is_set():
                 self._report_failed_save(save.step, error)
+
+    def _finish_last(self) -> None:
+        """One save at a time; every rank takes the result of one that all have begun."""
+        if is_apart():
+            self._background.join()
+            return
+        self.wait_for_save()
+        self._last_save = None
 
     def take_save(self) -> Save | None:
         """The last complete checkpoint, once; None if it failed or was taken before."""
@@ -234,7 +251,10 @@ class Checkpoints:
     def release_folder(self) -> None:
         """Finish what is being written, and let other runs write to the folder."""
         try:
-            self.wait_for_save()
+            if is_apart():
+                self._background.join()
+            else:
+                self.wait_for_save()
         finally:
             self._let_go()
 
@@ -247,17 +267,26 @@ class Checkpoints:
         """Move checkpoints after the loaded one aside, if it is one of this folder's."""
         source, has_gone_back = self.resumed_from, self._has_gone_back
         self._has_gone_back = True
-        if source is None or has_gone_back or source.resolve().parent != folder.resolve():
-            return
+        continues = source is not None and source.resolve().parent == folder.resolve()
         step = self._clock.first_update
-        run_on_first(lambda: abandon_later(folder, step, results), folder)
+
+        def abandon() -> None:
+            """Rank 0 knows: it may have saved alone since."""
+            if continues and not has_gone_back:
+                abandon_later(folder, step, results)
+
+        run_on_first(abandon, folder)
 
     def _set_earlier_aside(self, folder: Path) -> None:
         """Keep the checkpoints of an earlier run, which this one does not continue, apart."""
         source = None if self.args.finetune else self.resumed_from
         continues = source is not None and source.resolve().parent == folder.resolve()
-        if folder not in self._saved_in and not continues:
-            run_on_first(lambda: set_checkpoints_aside(folder), folder)
+
+        def set_aside() -> None:
+            if folder not in self._saved_in and not continues:
+                set_checkpoints_aside(folder)
+
+        run_on_first(set_aside, folder)
         self._saved_in.add(folder)
 
     def load(self, folder: str | Path | None = None) -> dict[str, Any]:
@@ -326,38 +355,3 @@ class Checkpoints:
         model = self._model.parallelized.model
         weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
         check_finite(model, weights, self._clock.updates)
-
-    def gather_weights(self) -> dict[str, Any]:
-        """All weights by name, whole, on rank 0; empty elsewhere."""
-        weights = self._gather_from_deepspeed()
-        return gather_weights(self._model.parallelized.model) if weights is None else weights
-
-    def export(
-        self, folder: str | Path, processor: Any = None, *, merge: bool | None = None
-    ) -> Path:
-        """Save the model alone; see ``engine.export``."""
-        adapter, model = self._model.adapter, self._model.parallelized.model
-        if merge is None:
-            merge = adapter is not None and adapter.base is None and not adapter.is_prompt
-            if merge and not hasattr(model, "config"):
-                adapter, merge = None, False
-        with in_phase("save"), writing(Path(folder)):
-            return export_model(
-                model, Path(folder), self._runtime.topology, processor=processor,
-                weights=self._gather_from_deepspeed(), adapter=adapter, merges=merge,
-            )  # fmt: skip
-
-    def _gather_from_deepspeed(self) -> dict[str, Any] | None:
-        """All weights if DeepSpeed holds them; None otherwise. Weights are resharded before."""
-        parallelized = self._model.parallelized
-        parallelized.settle()
-        state = parallelized.deepspeed.state if parallelized.deepspeed is not None else None
-        return None if state is None else state.gather_weights()
-
-    def export_into(self, folder: str | Path, processor: Any = None) -> None:
-        """Save the model into a folder that may hold other files, which stay."""
-        target = Path(folder)
-        exported = self.export(target / ".exported", processor)
-        if self._runtime.is_main:
-            merge_export(exported, target)
-        wait_for_all()

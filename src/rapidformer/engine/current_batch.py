@@ -21,6 +21,7 @@ from rapidformer.compat.torch_tensors import get_base
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.nested import iterate_tensors, map_tensors
 from rapidformer.data.update import MicroBatch
+from rapidformer.dist.attendance import note_progress
 from rapidformer.dist.collectives import is_alone
 from rapidformer.dist.heartbeat import beat
 from rapidformer.errors import RapidformerError
@@ -157,6 +158,7 @@ class CurrentBatch:
             self._fetched += 1
             self._remember(micro_batch, is_training=True)
             beat("forward", self._clock.updates + 1)
+            note_progress()
             yield micro_batch
             # After the first batch, not before: a look at one batch is no training.
             if not self.has_model and not is_alone() and torch.is_grad_enabled():

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rapidformer.compat.torch_tensors import multiply_all
+from rapidformer.dist.attendance import note_progress
 from rapidformer.dist.collectives import sum_over_replicas
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import get_shard
@@ -137,6 +138,7 @@ class UpdateClock:
 
     def start_micro_batch(self, *, ends_update: bool) -> bool:
         """Count one micro-batch; returns whether it is the last of its update."""
+        note_progress()
         if self._is_complete:
             if self._outcome is None:
                 raise RapidformerError(

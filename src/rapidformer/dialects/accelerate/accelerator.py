@@ -26,7 +26,7 @@ from torch import nn
 from rapidformer.checkpoint.state import get_random_states, set_random_states
 from rapidformer.config import Settings
 from rapidformer.dialects.accelerate.preparing import PreparingVerbs
-from rapidformer.dialects.accelerate.processes import DistributedType, tell_accelerate
+from rapidformer.dialects.accelerate.processes import tell_accelerate
 from rapidformer.dialects.accelerate.settings import (
     ProjectConfiguration,
     build_accelerator_settings,
@@ -127,26 +127,6 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
                 "if this loop trains one, each process trains its own. Call "
                 "accelerator.prepare(model, optimizer, loader), or evaluate in torch.no_grad()."
             )
-
-    @property
-    def state(self) -> Accelerator:
-        """The same facts: ``accelerator.state.num_processes`` and so on."""
-        return self
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        if self.deepspeed_plugin is not None:
-            return DistributedType.DEEPSPEED
-        if self.num_processes == 1:
-            return DistributedType.NO
-        if self.engine.args.zero_stage == 3:
-            return DistributedType.FSDP
-        is_gpu = self.device.type == "cuda"
-        return DistributedType.MULTI_GPU if is_gpu else DistributedType.MULTI_CPU
-
-    @property
-    def mixed_precision(self) -> str:
-        return self.engine.args.mixed_precision or "no"
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -268,10 +248,6 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         return [None for _ in objects]
 
     clear = free_memory
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision of the run, for what is computed outside the model."""
-        return self.engine.runtime.precision.autocast(self.device)
 
     def end_training(self) -> None:
         """Close the logs and leave the other processes; the last call of a script."""

@@ -66,6 +66,7 @@ class ProcessVerbs:
     """What this process is, and what only some processes do."""
 
     engine: RapidformerEngine
+    deepspeed_plugin: Any
     _is_triggered = False
 
     @property
@@ -79,6 +80,26 @@ class ProcessVerbs:
     @property
     def process_index(self) -> int:
         return self.engine.args.rank
+
+    @property
+    def state(self) -> Any:
+        """The same facts: ``accelerator.state.num_processes`` and so on."""
+        return self
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        if self.deepspeed_plugin is not None:
+            return DistributedType.DEEPSPEED
+        if self.num_processes == 1:
+            return DistributedType.NO
+        if self.engine.args.zero_stage == 3:
+            return DistributedType.FSDP
+        is_gpu = self.device.type == "cuda"
+        return DistributedType.MULTI_GPU if is_gpu else DistributedType.MULTI_CPU
+
+    @property
+    def mixed_precision(self) -> str:
+        return self.engine.args.mixed_precision or "no"
 
     @property
     def local_process_index(self) -> int:
@@ -151,6 +172,10 @@ class ProcessVerbs:
         if function is None:
             return lambda wrapped: self.on_local_process(wrapped, local_process_index)
         return _only_if(lambda: self.local_process_index == local_process_index, function)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision of the run, for what is computed outside the model."""
+        return self.engine.runtime.precision.autocast(self.device)
 
     def gather(self, values: Any) -> Any:
         """Every process's rows, each example of the data once; also of nested lists and dicts."""

@@ -21,6 +21,7 @@ from rapidformer.checkpoint.writing import writing
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
 from rapidformer.dialects.accelerate.settings import ProjectConfiguration
+from rapidformer.dist.attendance import run_by_first
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError, ConfigurationError, RapidformerError
@@ -95,14 +96,16 @@ class SavingVerbs(ProcessVerbs):
             engine.checkpoints.export_into(save_directory)
             return
         inner, target = get_inner(model), Path(save_directory)
-        with writing(target):
-            exported = export_model(
-                inner, target / ".exported", self.engine.runtime.topology,
-                adapter=find_adapter(inner),
-            )  # fmt: skip
-        if self.is_main_process:
+
+        def write() -> None:
+            with writing(target):
+                exported = export_model(
+                    inner, target / ".exported", self.engine.runtime.topology,
+                    adapter=find_adapter(inner),
+                )  # fmt: skip
             merge_export(exported, target)
-        self.wait_for_everyone()
+
+        run_by_first(f"save_model({str(target)!r})", write)
 
     def save(self, content: Any, file: str | Path, safe_serialization: bool = False) -> None:
         """``torch.save``, once; or ``safe_serialization`` of tensors by their names."""
@@ -160,7 +163,12 @@ class SavingVerbs(ProcessVerbs):
                 "save_state() needs a folder: save_state(output_dir), or "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
             )
-        folder = self._name_checkpoint() if is_named else Path(str(output_dir))
+        call = f"save_state({str(output_dir or '')!r})"
+        with self.engine.checkpoints.attending(call) as takes_part:
+            folder = self._name_checkpoint() if is_named else Path(str(output_dir))
+            return self._save_state(folder, is_named=is_named) if takes_part else str(folder)
+
+    def _save_state(self, folder: Path, *, is_named: bool) -> str:
         if self._save_hooks:
             folder.mkdir(parents=True, exist_ok=True)
             weights = [self.get_state_dict(model) for model in self._models]
@@ -183,6 +191,8 @@ class SavingVerbs(ProcessVerbs):
         return str(saved)
 
     def _name_checkpoint(self) -> Path:
+        # Rank 0 may have saved alone since.
+        self.project_configuration.iteration = broadcast_object(self.save_iteration)
         folder = self._get_checkpoints() / f"checkpoint_{self.save_iteration}"
         if broadcast_object(folder.exists()):
             raise RapidformerError(

@@ -138,7 +138,12 @@ class TrainingArguments(NamedFields):
 
     @property
     def world_size(self) -> int:
-        return int(os.environ.get("WORLD_SIZE") or 1)
+        number = int(os.environ.get("WORLD_SIZE") or 1)
+        if number == 1:
+            return number
+        from rapidformer.dialects.huggingface.label_count import count_processes
+
+        return count_processes(number)
 
     @property
     def process_index(self) -> int:

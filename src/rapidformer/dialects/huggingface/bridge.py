@@ -311,7 +311,8 @@ class TrainerTemplate(Template):
 
     def prepare(self) -> None:
         """Make the training loader, then switch the model on with its optimizer and schedule."""
-        loader = self.trainer.get_train_dataloader()
+        with self.trainer.accelerator.leaving_loaders():
+            loader = self.trainer.get_train_dataloader()
         self.trainer.train_dataloader = self.engine.data.adopt_loader(loader, is_training=True)
         self.compose()
 

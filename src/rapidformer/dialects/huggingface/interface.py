@@ -35,6 +35,7 @@ class TrainerInterface(Protocol):
     state: TrainerState
     control: TrainerControl
     callbacks: Any
+    accelerator: Any
     label_names: list[str]
     compute_metrics: Callable[..., Any] | None
     preprocess_logits_for_metrics: Callable[..., Any] | None

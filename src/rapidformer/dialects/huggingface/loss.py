@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from rapidformer.data.batch import IGNORED_LABEL
-from rapidformer.dialects.accelerate.processes import ProcessVerbs
-from rapidformer.dialects.huggingface.interface import TrainerInterface
-from rapidformer.engine import RapidformerEngine
+from rapidformer.dialects.huggingface.label_count import counting
 from rapidformer.errors import RapidformerError
 from rapidformer.models.own_loss import shifts_labels
 
@@ -45,7 +43,8 @@ def call_with_count(function: Callable[..., Any], *arguments: Any, count: Any) -
     plain = function.func if isinstance(function, functools.partial) else function
     # The cache must not keep a bound method, and so a trainer and its model, alive.
     if _takes_count(getattr(plain, "__func__", plain)):
-        return function(*arguments, num_items_in_batch=count)
+        with counting(count) as own:
+            return function(*arguments, num_items_in_batch=own)
     return function(*arguments)
 
 
@@ -58,69 +57,3 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of this name, or takes any."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-class TrainerAccelerator(ProcessVerbs):
-    """``self.accelerator`` of a trainer; what only asks about processes needs no engine."""
-
-    def __init__(self, trainer: TrainerInterface) -> None:
-        self._trainer = trainer
-        self._losses: list[torch.Tensor] = []
-
-    @property
-    def engine(self) -> RapidformerEngine:  # type: ignore[override]
-        return self._trainer.engine
-
-    @property
-    def num_processes(self) -> int:
-        return self._trainer.args.world_size
-
-    @property
-    def process_index(self) -> int:
-        return self._trainer.args.process_index
-
-    @property
-    def device(self) -> torch.device:
-        return self._trainer.args.device
-
-    def backward(self, loss: torch.Tensor, **settings: Any) -> None:
-        """Back-propagate now, or when a pipeline's schedule does; several losses add up."""
-        loss = loss.mean() if loss.dim() else loss
-        if not self._trainer.is_in_train:
-            if self.num_processes > 1:
-                raise RapidformerError(
-                    "backward() outside train() works in one process: only the loop sums the "
-                    "gradients of several."
-                )
-            loss.backward()
-            return
-        self._losses.append(loss.detach())
-        if self.engine.model.parallelized.pipeline is None:
-            self.engine.updates.backward_within(loss)
-        else:
-            self._losses[-1] = loss
-
-    def take(self, returned: torch.Tensor) -> torch.Tensor:
-        """The loss of a step: its value if ``backward`` has run, otherwise with its graph."""
-        losses, self._losses = self._losses, []
-        is_loss = isinstance(returned, torch.Tensor)
-        if losses and self.engine.model.parallelized.pipeline is None and is_loss:
-            return returned.detach().mean()
-        if losses:
-            return torch.stack(losses).sum()
-        if not is_loss or not returned.requires_grad:
-            raise RapidformerError(
-                "training_step must return the loss with its graph, or call "
-                "self.accelerator.backward(loss): loss.backward() would bypass accumulation and "
-                "the other processes."
-            )
-        return returned.mean() if returned.dim() else returned
-
-    def unwrap_model(self, model: nn.Module, **options: Any) -> nn.Module:
-        """The model: nothing is ever wrapped."""
-        return model
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_trainer" or name.startswith("__"):  # a copy is made: it needs no engine
-            raise AttributeError(name)
-        return getattr(self.engine, name)

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from rapidformer.data.nested import map_tensors
 from rapidformer.dialects.huggingface.interface import TrainerInterface
-from rapidformer.dist.collectives import wait_for_all
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import get_logger
 from rapidformer.models.adapters import get_inner
@@ -64,12 +63,12 @@ class RunRecords(TrainerInterface):
         return self.args.local_process_index == 0
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and tokenizer for ``from_pretrained``. Every process must call it."""
+        """Save model and tokenizer for ``from_pretrained``; if sharded, on every process."""
         folder = Path(output_dir or self.args.output_dir or ".")
-        self.engine.checkpoints.export_into(folder, self.processing_class)
         if self.is_world_process_zero():
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
-        wait_for_all()
+        self.engine.checkpoints.export_into(folder, self.processing_class)
 
     def save_state(self) -> None:
         """Save the history of the run as transformers does, in ``trainer_state.json``."""
@@ -155,6 +154,12 @@ class RunRecords(TrainerInterface):
     current_gradient_accumulation_steps = 1
     """Do not divide the loss of a micro-batch: the loop weights each by its labels."""
     model_accepts_loss_kwargs = False
+    is_fsdp_enabled = is_fsdp_xla_enabled = is_tp_enabled = False
+    """The model is never wrapped, whatever shards it."""
+
+    @property
+    def is_deepspeed_enabled(self) -> bool:
+        return bool(self.args.deepspeed)
 
     @property
     def model_wrapped(self) -> nn.Module:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import BestRun, TrainOutput, align_special_token
 from rapidformer.accel.cuda_graph.pure_calls import trust
 from rapidformer.config import Settings
 from rapidformer.dialects.calls import check_trainer_call
+from rapidformer.dialects.huggingface.accelerator import TrainerAccelerator
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
 from rapidformer.dialects.huggingface.bridge import TrainerTemplate, find_checkpoint_folder
 from rapidformer.dialects.huggingface.callbacks import (
@@ -28,13 +29,7 @@ from rapidformer.dialects.huggingface.callbacks import (
 from rapidformer.dialects.huggingface.data_methods import choose_collator, find_label_names
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics
-from rapidformer.dialects.huggingface.loss import (
-    TrainerAccelerator,
-    call_with_count,
-    count_labels,
-    get_loss,
-    takes,
-)
+from rapidformer.dialects.huggingface.loss import call_with_count, count_labels, get_loss, takes
 from rapidformer.dialects.huggingface.optimizing import OptimizerMethods
 from rapidformer.dialects.huggingface.overrides import check_overrides
 from rapidformer.dialects.huggingface.search import search
@@ -49,6 +44,7 @@ _OWN = "rapidformer.dialects.huggingface"
 _STEPS = ("compute_loss", "run_training_step", "training_step", "_compute")
 _AROUND = ("_prepare_inputs", "compute_loss_context_manager", "autocast_smart_context_manager")
 trust(
+    f"{_OWN}.accelerator",
     f"{_OWN}.loss",
     *(f"{_OWN}.trainer.Trainer.{name}" for name in _STEPS),
     *(f"{_OWN}.records.RunRecords.{name}" for name in _AROUND),
