@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +212,7 @@ class Widths:
         hidden = NotForPadding(micro_batch.batch, columns)
         choices = SameChoices(micro_batch.batch, max(self._get_limit(), _LAST_BITS))
 
-        def run(columns: Columns) -> tuple[list[float], list[Tensor | None]]:
+        def run(columns: Columns) -> _Results:
             batch = move_to_device(widen(micro_batch.batch, columns), self._device)
             choices.begin(is_wide=bool(columns))
             look = hidden.act(is_wide=bool(columns))
@@ -224,43 +225,55 @@ class Widths:
             values = [torch.as_tensor(mean).detach().item() for mean in means]
             changed = [tensor for tensor in before.read() if tensor.is_floating_point()]
             before.restore()
-            return values, [*take_gradients(self._parameters), *changed]
+            return _Results(values, [*take_gradients(self._parameters), *changed])
 
-        state, fewer, expected = "without dropout", None, [math.nan]
+        state, fewer, narrow = "without dropout", None, _Results([math.nan], [])
         in_fp32 = self._runs_in_fp32
         with _trying(self._model, before, trains=self._is_own, in_fp32=in_fp32):
             try:
-                expected, gradients = run({})
+                narrow = run({})
                 state = "if its batch has more columns"
-                means, wide_gradients = run(columns)
+                wide = run(columns)
             except Exception as error:  # the user's code may expect this width, and fail in any way
                 take_gradients(self._parameters)
                 fewer = _halve(micro_batch) if is_out_of_gpu_memory(error) else None
-                if fewer is None and (must_run or not math.isnan(expected[0])):
+                if fewer is None and (must_run or not math.isnan(narrow.means[0])):
                     first_line = next(iter(str(error).splitlines()), "")
                     return f"a step fails {state} ({type(error).__name__}: {first_line})"
-        if not must_run and math.isnan(expected[0]):
+        if not must_run and math.isnan(narrow.means[0]):
             return None
         if fewer is not None:  # in fp32, a step takes more memory than usual
             return self._compare(run_forward, columns, before, fewer, must_run=must_run)
-        limit = self._get_limit()
-        for mine, theirs in zip(means, expected, strict=True):
-            if math.isnan(mine) and not math.isnan(theirs):
-                return (
-                    "the loss reads what the model returns for padding (leave it out: "
-                    "losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0))"
-                )
-            if not math.isclose(mine, theirs, rel_tol=max(min(limit, _LIMIT), _LAST_BITS)):
-                return (
-                    f"the loss depends on the number of columns of a batch ({theirs:.6g}; "
-                    f"{mine:.6g} with more padding): divide by the number of labels instead"
-                )
-        difference = max(measure_differences(wide_gradients, gradients), default=0.0)
-        if difference > max(limit, _LAST_BITS):
-            return f"gradients change if a batch has more columns (by {difference:.1e}, relative)"
-        if limit == 0.0 and (difference or means != expected):
-            return "in fp32, a batch with more columns has other last bits"
-        return None
+        return _describe_difference(wide, narrow, self._get_limit())
+
+
+class _Results(NamedTuple):
+    """Of the passes over a batch."""
+
+    means: list[float]
+    """The loss, and what else is reported."""
+    tensors: list[Tensor | None]
+    """The gradients, and the buffers that have changed."""
+
+
+def _describe_difference(wide: _Results, narrow: _Results, limit: float) -> str | None:
+    for mine, theirs in zip(wide.means, narrow.means, strict=True):
+        if math.isnan(mine) and not math.isnan(theirs):
+            return (
+                "the loss reads what the model returns for padding (leave it out: "
+                "losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0))"
+            )
+        if not math.isclose(mine, theirs, rel_tol=max(min(limit, _LIMIT), _LAST_BITS)):
+            return (
+                f"the loss depends on the number of columns of a batch ({theirs:.6g}; "
+                f"{mine:.6g} with more padding): divide by the number of labels instead"
+            )
+    difference = max(measure_differences(wide.tensors, narrow.tensors), default=0.0)
+    if difference > max(limit, _LAST_BITS):
+        return f"gradients change if a batch has more columns (by {difference:.1e}, relative)"
+    if limit == 0.0 and (difference or wide.means != narrow.means):
+        return "in fp32, a batch with more columns has other last bits"
+    return None
 
 
 def _halve(micro_batch: MicroBatch) -> MicroBatch | None:
