@@ -195,12 +195,14 @@ def _build_own_members(cls: Any) -> dict[str, Any]:
         return {}
 
     def copy_deeply(self: Any, memo: dict[int, Any]) -> Any:
-        twin = memo[id(self)] = type(self).__new__(type(self))
+        kind: Any = type(self)
+        twin = memo[id(self)] = kind.__new__(kind)
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return twin
 
     def copy_flatly(self: Any) -> Any:
-        twin = type(self).__new__(type(self))
+        kind: Any = type(self)
+        twin = kind.__new__(kind)
         twin.__setstate__(self.__getstate__().copy())
         return twin
 

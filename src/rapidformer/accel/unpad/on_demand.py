@@ -217,7 +217,7 @@ class Unpadded(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch types it as disabled
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What has bypassed ``__torch_function__``, such as ``torch.tensor(x)``, reads padding."""
