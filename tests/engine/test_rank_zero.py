@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,31 @@ def test_a_sharded_state_needs_every_rank(tmp_path: Path, stage: int) -> None:
     assert message.startswith(f"export('{tmp_path}/alone') was called on rank 0, and not on every")
     assert "rank 1 waits in barrier() (test_rank_zero.py, line " in message
     assert "holds a part of the weights" in message and "call it on all of them" in message
+
+
+def save_late(folder: str, waiting: str) -> str:
+    """Rank 1 waits for rank 2 for longer than a rank takes to count as stuck; then all save."""
+    engine, model = make_engine(**zero(1))
+    step(engine, model)
+    late = dist.new_group([1, 2])
+    rank, tensor = dist.get_rank(), torch.ones(1)
+    dist.barrier()
+    if rank == 2:
+        time.sleep(2.5)
+    if waiting == "all_reduce" and rank > 0:
+        dist.all_reduce(tensor, group=late)
+    elif waiting == "recv" and rank == 1:
+        dist.recv(tensor, 2)
+    elif waiting == "recv" and rank == 2:
+        dist.send(tensor, 1)
+    return engine.save_checkpoint(folder).name
+
+
+@pytest.mark.parametrize("waiting", ["all_reduce", "recv"])
+def test_a_rank_that_waits_for_another_than_rank_0_still_comes(
+    tmp_path: Path, waiting: str
+) -> None:
+    assert run_in_kept_processes(save_late, 3, str(tmp_path), waiting) == ["iter_0000001"] * 3
 
 
 def fail_on_first(folder: str) -> str:

@@ -20,6 +20,9 @@ __all__ = ["StridedShard"]
 
 PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks that agree where to stop",
+    "torch.distributed.ProcessGroup._get_sequence_number_for_group": (
+        "whether a rank is in a collective that another one has not entered"
+    ),
     "sys._current_frames": "where a rank waits that has not come to a call of all ranks",
     "torch.distributed._broadcast_coalesced": "weights of the first rank for all, many at a time",
     "torch.distributed.tensor.DTensor._local_tensor": "where hundreds of shards are, in every step",
@@ -72,6 +75,19 @@ def list_local(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def get_default_store() -> Any:
     """The key-value store through which the ranks have found each other."""
     return distributed_c10d._get_default_store()
+
+
+def count_collectives() -> int:
+    """How many collectives of all ranks this rank has entered; 0 if the backend does not count.
+
+    Gloo also counts the tensors that a rank sends or receives.
+    """
+    world = distributed_c10d.group.WORLD
+    assert world is not None
+    try:
+        return world._get_sequence_number_for_group()
+    except RuntimeError:
+        return 0
 
 
 def find_frame(thread: int) -> FrameType | None:

@@ -4,7 +4,8 @@
 ranks are elsewhere by then, and the first collective would wait for them in vain. So rank 0 asks
 before it enters one, through the store by which the ranks have found each other. On every other
 rank a thread answers, which otherwise sleeps: this rank has come to the same call; or it cannot
-come any more, because it trains on, has ended, or waits in a collective that needs rank 0.
+come any more, because it trains on, has ended, or waits in a collective of all ranks that rank 0
+has not entered. A rank that waits for another one than rank 0 may still come.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from rapidformer.compat.torch_distributed import find_frame, get_default_store
+from rapidformer.compat.torch_distributed import (
+    count_collectives,
+    find_frame,
+    get_default_store,
+)
 from rapidformer.dist.collectives import apart, is_alone
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
@@ -36,12 +41,13 @@ _BRIEF_PATIENCE = timedelta(minutes=1)
 _NEVER = timedelta(days=365)
 _LOOK_SECONDS = 0.1
 _STUCK_SECONDS = 1.0
-"""From here on, a rank that is in a collective waits there for rank 0."""
+"""From here on, a rank that is in a collective waits there."""
 _HERE, _ENDED = "here", "has ended"
 _ABOVE = ("torch", "rapidformer")
 """Packages whose lines say nothing to the user about where a rank is."""
 _DECORATED = "wrapper"
 """What torch calls the function around each collective."""
+_BETWEEN_TWO = ("send", "recv", "batch_isend_irecv")
 _KEY = "rapidformer/attendance"
 
 _is_together: ContextVar[bool] = ContextVar("is_together", default=False)
@@ -169,9 +175,10 @@ class _Asking(_Roll):
     """Rank 0's."""
 
     def call(self, call: str, patience: timedelta) -> list[str]:
-        others = range(1, dist.get_world_size())
+        others, entered = range(1, dist.get_world_size()), count_collectives()
         for rank in others:
-            self._store.set(self.name("question", rank), json.dumps([call, _progress]))
+            question = json.dumps([call, _progress, entered])
+            self._store.set(self.name("question", rank), question)
         answers = self._collect(others, time.monotonic() + patience.total_seconds())
         absent = [f"rank {rank} {text}" for rank, text in answers.items() if text != _HERE]
         self._store.set(self.name("verdict"), json.dumps(absent))
@@ -237,8 +244,8 @@ class _Answering(_Roll):
 
     def _answer(self) -> None:
         while (question := self._wait("question")) is not None and not self._is_over:
-            call, progress = json.loads(question)
-            answer = self._find_answer(call, progress)
+            call, progress, entered = json.loads(question)
+            answer = self._find_answer(call, progress, entered)
             if answer is not None:
                 self._own.set(self.name("answer", self._rank), answer)
             verdict = json.loads(self._wait("verdict") or "[]")
@@ -259,7 +266,7 @@ class _Answering(_Roll):
         except RuntimeError:
             return None
 
-    def _find_answer(self, call: str, progress: int) -> str | None:
+    def _find_answer(self, call: str, progress: int, entered: int) -> str | None:
         """Where this rank is, once it is known; None if rank 0 does not wait any longer."""
         place, since = None, time.monotonic()
         with self._change:
@@ -270,7 +277,7 @@ class _Answering(_Roll):
                     return _HERE
                 if _progress > progress:
                     return "trains on"
-                now = _find_collective(self._main)
+                now = _find_collective(self._main) if count_collectives() > entered else None
                 if now != place:
                     place, since = now, time.monotonic()
                 elif place is not None and time.monotonic() - since > _STUCK_SECONDS:
@@ -283,14 +290,14 @@ class _Answering(_Roll):
         self._is_over = True
         try:
             self._store.set(f"{_KEY}/ended/{self._rank}", "1")
-            self._store.set(self.name("question", self._rank), '["", 0]')
+            self._store.set(self.name("question", self._rank), '["", 0, 0]')
         except RuntimeError:  # rank 0 has ended, and its store with it
             return
         self._thread.join(_STUCK_SECONDS)
 
 
 def _find_collective(thread: int | None) -> tuple[str, int, int] | None:
-    """The function of torch.distributed that a thread is in, and its exact place there."""
+    """The function of torch.distributed in which a thread waits for all ranks, and its place."""
     innermost = frame = find_frame(thread or 0)
     if innermost is None or not _is_in(innermost, "torch", "distributed"):
         return None
@@ -298,6 +305,8 @@ def _find_collective(thread: int | None) -> tuple[str, int, int] | None:
     while frame is not None:
         if _is_in(frame, "torch", "distributed"):
             own = frame.f_code.co_name
+            if own in _BETWEEN_TWO or frame.f_locals.get("group") not in (None, dist.group.WORLD):
+                return None
             name = name if own == _DECORATED or own.startswith("_") else f"{own}()"
         elif not any(_is_in(frame, package) for package in _ABOVE):
             where = f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})"
