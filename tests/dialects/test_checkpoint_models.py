@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rapidformer import RapidformerEngine
 from rapidformer.checkpoint.index import find_index_problems, read_index
 from rapidformer.checkpoint.loading import check_checkpoint
+from rapidformer.checkpoint.saving import Save
 from rapidformer.errors import CheckpointError
 from tests.dialects.small import make_classifier
 from tests.dialects.test_trainer import make_trainer, read_losses
@@ -55,6 +58,30 @@ def test_every_checkpoint_is_a_model_and_the_run_resumes_from_it(tmp_path: Path)
     again = make_trainer(tmp_path / "again", **settings)
     again.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-2"))
     assert read_losses(tmp_path / "again") == read_losses(tmp_path / "out")
+
+
+@pytest.mark.parametrize("hears", [False, True], ids=["alone", "a callback looks"])
+def test_a_checkpoint_written_behind_training_is_that_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hears: bool
+) -> None:
+    monkeypatch.setattr("rapidformer.engine.checkpoints.SMALLEST_BYTES", 0)
+    write = Save.write
+
+    def write_late(save: Save, *values: Any) -> None:
+        time.sleep(0.3)
+        write(save, *values)
+
+    monkeypatch.setattr(Save, "write", write_late)
+    load = Load(AutoModelForSequenceClassification.from_pretrained)
+    callbacks = [load] if hears else []
+    make_trainer(tmp_path, save_steps=2, max_steps=5, callbacks=callbacks).train()
+    assert load.seen == 3 * hears
+    for step in (2, 4, 5):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert folder.resolve().name == f"iter_{step:07}"
+        state = json.loads((folder / "trainer_state.json").read_text())
+        assert state["global_step"] == step
+        assert {line["step"] for line in state["log_history"]} == set(range(1, step + 1))
 
 
 def test_weights_that_were_changed_are_refused(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class RunningLoop(Protocol):
     parts: dict[str, float]
     """What the objective shows besides the loss, in the last line of the log."""
     progress: Progress
+    saves_at_once: bool
+    """Whether no checkpoint is written behind training: a callback looks at the model meanwhile."""
 
     @property
     def slots(self) -> int:
@@ -105,8 +107,11 @@ class Callback:
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """After an evaluation; the names start with ``eval_``."""
 
+    def on_pre_save(self, loop: RunningLoop, control: Control) -> None:
+        """A checkpoint of this step begins; it may be written behind training."""
+
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
-        """A checkpoint was saved in this folder."""
+        """A checkpoint is complete in this folder; training may have gone on since."""
 
     def on_epoch_end(self, loop: RunningLoop, control: Control) -> None:
         """After the last step of an epoch, even if the run ends within it."""

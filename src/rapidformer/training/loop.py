@@ -74,6 +74,7 @@ class TrainingLoop:
         )  # fmt: skip
         self._log_lines = LogLines(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
+        self.saves_at_once = False
         self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
         self._started_at = time.monotonic()
         self._attempts = self._step_before = self.step
@@ -377,9 +378,10 @@ class TrainingLoop:
                 "bad_batches": self._bad_batches.state_dict(),
                 "objective": self.forward.state_dict(),
             }  # fmt: skip
+            self._notify("on_pre_save")
             self._saves.start(
                 self.step, self.progress, extra, protected=self._best_folder,
-                processor=self.processor, wait=wait,
+                processor=self.processor, wait=wait or self.saves_at_once,
             )  # fmt: skip
 
     def restore(self, extra: dict[str, Any]) -> None:

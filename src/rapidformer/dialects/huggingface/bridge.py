@@ -7,6 +7,7 @@ compared it with the best one; here the result is only copied.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -80,6 +81,8 @@ class LoopEvents(Callback):
         self._trainer = trainer
         self._heard: set[str] = set()
         self._work_before = 0.0
+        self._saved = trainer.state
+        """That of the last checkpoint."""
         self.has_begun = False
 
     def hears(self, hook: str) -> bool:
@@ -100,6 +103,8 @@ class LoopEvents(Callback):
             self.recall(loop.step, loop.args.save)
         # A callback may be on some ranks only: all must know where requests can come from.
         self._heard = set().union(*gather_from_all(trainer.callbacks.list_events()))
+        # They must see the weights of the checkpoint.
+        loop.saves_at_once = self.hears("on_save") or trainer.overrides("save_model")
         self._tell("on_train_begin", loop, control)
 
     def recall(self, step: int, save: str | None) -> None:
@@ -177,16 +182,22 @@ class LoopEvents(Callback):
             setattr(control, name, getattr(control, name) or getattr(theirs, name))
         self._agree(control, "on_evaluate", "on_log", "on_prediction_step")
 
+    def on_pre_save(self, loop: RunningLoop, control: Control) -> None:
+        """Training may be further when the checkpoint is complete."""
+        self._follow(loop)
+        update_stateful(self._trainer)
+        self._count_work(loop)
+        state = self._trainer.state
+        self._saved = dataclasses.replace(state, log_history=[*state.log_history])
+
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:
         trainer = self._trainer
-        update_stateful(trainer)
-        self._count_work(loop)
         if trainer.overrides("save_model"):  # its own way is part of each checkpoint
             trainer.save_model(str(folder), _internal_call=True)
         if trainer.state.is_world_process_zero:
-            _link_checkpoint(folder, loop.step)
+            _link_checkpoint(folder, self._saved.global_step)
             _lift_model(folder)
-            trainer.state.save_to_json(str(folder / STATE_FILE))
+            self._saved.save_to_json(str(folder / STATE_FILE))
         trainer.save_state()
         sizes = _list_weights(folder)
         self._tell("on_save", loop, control)

@@ -158,10 +158,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
 
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
-        settings = build_settings(self.args)
-        if self.overrides("save_model"):  # it must see the weights of the checkpoint
-            settings = settings.replace("save_model is overridden", async_save="off")
-        return settings
+        return build_settings(self.args)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model that ``model_init`` makes."""
