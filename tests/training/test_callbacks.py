@@ -74,6 +74,7 @@ def test_hooks_come_in_transformers_order(tmp_path: Path) -> None:
         ("on_epoch_end", 2),
         ("on_log", 2),  # of the last evaluation
         ("on_evaluate", 2),
+        ("on_pre_save", 2),
         ("on_save", 2),
         ("on_train_end", 2),
     ]

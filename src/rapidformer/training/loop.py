@@ -75,7 +75,10 @@ class TrainingLoop:
         self._log_lines = LogLines(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
         self.saves_at_once = False
-        self._saves = Saves(engine, reporter, functools.partial(self._notify, "on_save"))
+        self._saves = Saves(
+            engine, reporter, announce_start=functools.partial(self._notify, "on_pre_save"),
+            announce=functools.partial(self._notify, "on_save"),
+        )  # fmt: skip
         self._started_at = time.monotonic()
         self._attempts = self._step_before = self.step
         saves, is_alone = bool(self.args.save), self.args.world_size == 1
@@ -378,7 +381,6 @@ class TrainingLoop:
                 "bad_batches": self._bad_batches.state_dict(),
                 "objective": self.forward.state_dict(),
             }  # fmt: skip
-            self._notify("on_pre_save")
             self._saves.start(
                 self.step, self.progress, extra, protected=self._best_folder,
                 processor=self.processor, wait=wait or self.saves_at_once,

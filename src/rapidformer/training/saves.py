@@ -19,10 +19,16 @@ class Saves:
     """Starts one save at a time, and reports each once it is complete."""
 
     def __init__(
-        self, engine: RapidformerEngine, reporter: Reporter, announce: Callable[[Path], None]
+        self,
+        engine: RapidformerEngine,
+        reporter: Reporter,
+        *,
+        announce_start: Callable[[], None],
+        announce: Callable[[Path], None],
     ) -> None:
         """``announce`` gets the folder of every complete save."""
-        self._engine, self._reporter, self._announce = engine, reporter, announce
+        self._engine, self._reporter = engine, reporter
+        self._announce_start, self._announce = announce_start, announce
         self.step: int | None = None
         """The step that has a checkpoint, whatever its progress was."""
         self._progress: Progress | None = None
@@ -57,6 +63,7 @@ class Saves:
         """Save this state after the last save; without ``wait``, maybe in the background."""
         started = time.monotonic()
         self.finish()
+        self._announce_start()
         self.remember(step, progress)
         self._engine.save_checkpoint(
             extra={"progress": dataclasses.asdict(progress), **extra},
