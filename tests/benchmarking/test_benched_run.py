@@ -59,7 +59,7 @@ def test_a_run_is_timed_and_counted(tmp_path: Path) -> None:
     assert result.operations > 0
     assert not list(tmp_path.iterdir()), "a benchmark keeps nothing"
     text = "\n".join(describe_result(result))
-    for word in ("tokens/s", "MFU", "6 x", "peak memory", "padding", "waiting for data"):
+    for word in ("tokens/s", "MFU", "peak memory", "padding", "waiting for data"):
         assert word in text
 
 

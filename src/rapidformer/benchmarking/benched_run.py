@@ -84,7 +84,7 @@ class BenchedRun(RunObserver):
             device=describe_device(device), precision=str(dtype).removeprefix("torch."),
             global_batch=engine.args.global_batch_size or 0, first_step=0.0,
             formula=engine.model.work.describe(),
-            matrix_rate=measure_rank_rate(device, dtype, engine.args.world_size),
+            matrix_rate=measure_rank_rate(device, dtype),
             is_counted=not any(map(topology.get_rank, ("tensor", "pipeline", "context"))),
         )  # fmt: skip
         self._started_at = time.perf_counter()

@@ -208,7 +208,7 @@ def get_rate(*runs: Result) -> float:
 
 def _describe_utilization(result: Result) -> tuple[str, str]:
     if result.matrix_rate is None:
-        return "-", "the ranks share this CPU's cores"
+        return "-", "not for a CPU, whose rate depends on what else it does"
     if not result.slots:
         return "-", _NO_TOKENS
     rate = result.operations / result.seconds

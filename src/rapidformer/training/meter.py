@@ -255,9 +255,7 @@ class LogLines:
         """Measure the device's rate on rank 0, before the first step: tenths of a second."""
         engine = self._engine
         if engine.is_main and engine.model.work is not None:
-            self._rate = measure_rank_rate(
-                engine.device, engine.runtime.precision.dtype, engine.args.world_size
-            )
+            self._rate = measure_rank_rate(engine.device, engine.runtime.precision.dtype)
 
     def describe(
         self, measured: Measurement, place: dict[str, Any], *, lr: float, updates_left: int | None
