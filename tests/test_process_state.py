@@ -26,6 +26,8 @@ import pytest
 
 from tests.processes import run_in_processes
 
+pytestmark = pytest.mark.slow  # every function of torch is looked at
+
 # What stays changed, with the reason.
 ALLOWED = {
     "logger rapidformer": "it is ours, and shows messages as --log-level says",
@@ -330,7 +332,7 @@ def train(settings: dict[str, Any], folder: Path) -> list[str]:
             ],
             2,
         ),
-        pytest.param([{"compile": True, "compile_backend": "inductor"}], 1, marks=pytest.mark.slow),
+        ([{"compile": True, "compile_backend": "inductor"}], 1),
     ],
     ids=["one process", "two processes", "compiled"],
 )
