@@ -27,7 +27,6 @@ from rapidformer.config.switches import get_switch
 from rapidformer.errors import RapidformerError
 from rapidformer.overlay import return_to
 
-Undo = Callable[[], None]
 _MISSING: Any = object()
 _WEIGHTS = frozenset(WEIGHT_TABLES)
 
@@ -68,6 +67,8 @@ class Applied:
         """Those that were registered besides."""
         self._model = model if model is not None else nn.Module()
         self._current: AppliedRow | None = None
+        self._contexts: list[weakref.finalize[..., Any]] = []
+        """The exits of those that were entered."""
         self._undo = ExitStack()
         self._undo.callback(self.plain.restore)
 
@@ -133,8 +134,14 @@ class Applied:
         value = context.__enter__()
         leave = weakref.finalize(self, context.__exit__, None, None, None)
         leave.atexit = False
+        self._contexts.append(leave)
         self._undo.callback(leave)
         return value
+
+    def leave_contexts(self) -> None:
+        """Leave them alone: the model stays as it is, and nobody calls it any more."""
+        while self._contexts:
+            self._contexts.pop()()
 
     def keep_hook(self, handle: RemovableHandle) -> None:
         """A hook that was registered, to be removed on closing."""

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.compat.transformers_models import is_own_model
+from rapidformer.models.adapters import get_base
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.towers import get_text_config
 from rapidformer.overlay import get_own_class
@@ -35,7 +36,7 @@ def skip_cache_in_training(model: nn.Module) -> RemovableHandle | None:
     """Pass ``use_cache=False`` in training and with labels, unless the call says something else."""
     if not takes_use_cache(model):
         return None
-    names = _list_parameters(_find_inner(model))
+    names = _list_parameters(get_base(model))
     position = names.index(_NAME) if _NAME in names else None
 
     def skip(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -56,20 +57,15 @@ def _tells_examples_apart(model: Any, kwargs: dict[str, Any]) -> bool:
     positions start again, and packed examples attend to each other."""
     if kwargs.get("position_ids") is None or kwargs.get("attention_mask") is not None:
         return False
-    config = getattr(_find_inner(model), "config", None)
+    config = getattr(get_base(model), "config", None)
     return config is not None and bool(getattr(get_text_config(config), "use_cache", False))
 
 
 def takes_use_cache(model: nn.Module) -> bool:
     """Whether a model can be told to fill no cache."""
-    inner = _find_inner(model)
+    inner = get_base(model)
     names = _list_parameters(inner)
     return _NAME in names or _passes_on(inner, names)
-
-
-def _find_inner(model: Any) -> Any:
-    # An adapter takes what the model inside takes.
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _list_parameters(model: Any) -> list[str]:

@@ -26,19 +26,23 @@ def apply(assembly: Assembly) -> str | None:
     adapter = find_adapter(model)
     if dtype is None or adapter is None:
         return None
-    for module in model.modules():
-        dropouts: Any = getattr(module, "lora_dropout", None)
-        # peft casts inputs to fp32; without dropout, autocast just casts them back.
-        if isinstance(dropouts, nn.ModuleDict) and all(
-            isinstance(dropout, nn.Identity) for dropout in dropouts.values()
-        ):
-            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+    drop_casts(model)
     count = 0
     for parameter in find_frozen_weights(model) if adapter.base is not None else ():
         assembly.applied.plain.keep_exact(parameter, dtype)
         parameter.data = parameter.data.to(dtype)
         count += 1
     return f"{count} frozen weights in 16 bits"
+
+
+def drop_casts(model: nn.Module) -> None:
+    """Keep peft from casting inputs to fp32: without dropout, autocast just casts them back."""
+    for module in model.modules():
+        dropouts: Any = getattr(module, "lora_dropout", None)
+        if isinstance(dropouts, nn.ModuleDict) and all(
+            isinstance(dropout, nn.Identity) for dropout in dropouts.values()
+        ):
+            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
 
 
 def apply_in_prediction(assembly: Assembly) -> str | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rapidformer.checkpoint import frozen
 from rapidformer.checkpoint.lock import replacing
 from rapidformer.checkpoint.state import get_rank
 from rapidformer.checkpoint.writing import run_on_first
+from rapidformer.compat.patches import variables
 from rapidformer.dist.topology import Topology
 from rapidformer.dist.whole import join_each, join_whole
 from rapidformer.errors import ModelError, list_some
@@ -166,11 +167,11 @@ def _write_model(
                 weights |= {name: weights[first] for name in others if name in weights}
         for first, *others in ties:
             weights |= dict.fromkeys(others, weights[first])
-        if not torch.cuda.is_available():
-            # If DeepSpeed is installed, accelerate imports it here, and it would print to standard
-            # output that it found no GPU.
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        with quiet_transformers(str(folder)):
+        # If DeepSpeed is installed, accelerate imports it here, and it would print to standard
+        # output that it found no GPU.
+        lacks_gpu = not torch.cuda.is_available()
+        on_cpu = variables({"DS_ACCELERATOR": "cpu"}, keeps=True) if lacks_gpu else nullcontext()
+        with quiet_transformers(str(folder)), on_cpu:
             model.save_pretrained(folder, state_dict=weights)
         return
     from safetensors.torch import save_file

@@ -166,11 +166,9 @@ _OTHER_FORMATS = (".parquet", *_FORMATTERS)
 
 
 def _write_parquet(rows: list[Row], path: Path) -> None:
-    from rapidformer.data.files import import_datasets
+    from rapidformer.data.files import build_table
 
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    import_datasets().Dataset.from_dict(columns).to_parquet(str(path))
+    build_table(rows, path).to_parquet(str(path))
 
 
 def compute_key(args: Settings, rows: Sequence[Any], batch_size: int) -> str:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rapidformer.compat.patches import variables
 from rapidformer.config import Settings
 from rapidformer.config.derive import is_launched
 from rapidformer.config.parse import CommandLine
@@ -71,14 +72,12 @@ def start_run(
     plan = LaunchPlan(
         processes=processes, nodes=1, node_rank=0, master_addr="127.0.0.1", master_port=0
     )
-    os.environ[variable] = json.dumps(asdict(job))
     try:
-        launch(plan, words, args)
+        with variables({variable: json.dumps(asdict(job))}):
+            launch(plan, words, args)
     except RapidformerError as error:
         error.args = (f"{error}\n{note}",)
         raise
-    finally:
-        del os.environ[variable]
 
 
 def write_output_to(path: Path) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol, cast
@@ -168,6 +169,19 @@ def ignore_warnings(message: str) -> Change:
         return undo
 
     return Change(make)
+
+
+@contextmanager
+def variables(values: Mapping[str, str], *, keeps: bool = False) -> Iterator[None]:
+    """Inside, variables of the environment have values; ``keeps``: those that have none yet."""
+    before = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update({**values, **(before if keeps else {})})
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def describe_difference(library: str, owner: Any, name: str, known: list[str]) -> str | None:

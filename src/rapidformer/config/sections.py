@@ -141,11 +141,6 @@ class AdapterArguments:
     quantize_base: Literal["8bit", "4bit"] | None = None
     """QLoRA: keep the frozen weights in 8 or 4 bits (needs bitsandbytes)"""
 
-    @property
-    def has_adapters(self) -> bool:
-        """Whether adapters are trained instead of the model's own weights."""
-        return self.lora_rank is not None or self.peft_config is not None
-
 
 @dataclass(kw_only=True, frozen=True)
 class AccelerationArguments:

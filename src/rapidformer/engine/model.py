@@ -215,3 +215,5 @@ class RunModel:
             parallelized.deepspeed.close()
         elif gives_back:
             parallelized.applied.undo()
+            return
+        parallelized.applied.leave_contexts()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -10,10 +9,11 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rapidformer.compat.patches import variables
 from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch.environment import LaunchPlan
@@ -35,16 +35,14 @@ def launch(
 ) -> None:
     """Run ``rapidformer <argv>`` in every process of this node; ``say`` tells the user."""
     # torch's C++ code would complain about sockets it cannot resolve. The workers may log.
-    with _variables(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")):
+    with variables({"TORCH_CPP_LOG_LEVEL": "ERROR"}, keeps=True):
         from torch.distributed.elastic.multiprocessing import SignalException
 
     threads = max(len(os.sched_getaffinity(0)) // plan.processes, 1)
     with (
         tempfile.TemporaryDirectory(prefix="rapidformer-") as folder,
-        _variables(
-            OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(threads)),
-            **{QUIET_VARIABLE: "1", HEARTBEAT_VARIABLE: folder},
-        ),
+        variables({"OMP_NUM_THREADS": str(threads)}, keeps=True),
+        variables({QUIET_VARIABLE: "1", HEARTBEAT_VARIABLE: folder}),
         handling(_SIGNALS, raise_signal),
     ):
         from rapidformer.launch.rendezvous import RefusedError, Rounds
@@ -129,19 +127,6 @@ def _run_agent(
             message += f"\nBefore that, the run had stalled: {watch.stall}."
         note_in_run(scratch, "end", state="failed", reason=message)
         raise WorkerError(message, first.exit_code)
-
-
-@contextlib.contextmanager
-def _variables(**values: str) -> Iterator[None]:
-    """Set variables for the children; restore them for a caller that continues."""
-    before = {name: os.environ[name] for name in values if name in os.environ}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            os.environ.pop(name, None)
-        os.environ.update(before)
 
 
 def _hold_lifeline() -> None:

@@ -179,6 +179,11 @@ def get_inner(model: Any) -> nn.Module:
     return model.get_base_model()
 
 
+def get_base(model: Any) -> Any:
+    """The model inside an adapter of any kind, whose class need not say what it adapts."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def find_adapter(model: Any) -> Adapter | None:
     """What is known about a model's adapter; None if it has none."""
     configs = getattr(model, "peft_config", None)

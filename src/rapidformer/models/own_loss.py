@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from rapidformer.models.adapters import get_base
+
 _LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}
 """Losses of transformers, and whether they shift the labels."""
 
@@ -40,9 +42,7 @@ def shifts_labels(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         return False
-    # An adapter's class need not say what it adapts.
-    get_base: Any = getattr(model, "get_base_model", None)
-    model = model if get_base is None else get_base()
+    model = get_base(model)
     known = find_known_loss(model)
     if known is not None:
         return known

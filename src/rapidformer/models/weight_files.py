@@ -7,7 +7,6 @@ because the mapped pages of an open file count as this process's memory.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rapidformer.compat.patches import variables
 from rapidformer.models.recording import Recording, RecordingError, Spans
 from rapidformer.strict_json import parse_json
 
@@ -67,16 +67,13 @@ def record_files(recording: Recording) -> Iterator[None]:
     from transformers import modeling_utils
 
     module: Any = modeling_utils
-    original, variable = module.safe_open, os.environ.get(_SYNCHRONOUS)
+    original = module.safe_open
     module.safe_open = lambda path, **options: _RecordedFile(recording, path)
-    os.environ[_SYNCHRONOUS] = "1"  # in this thread, which is the one that records
     try:
-        yield
+        with variables({_SYNCHRONOUS: "1"}):  # in this thread, which is the one that records
+            yield
     finally:
         module.safe_open = original
-        os.environ.pop(_SYNCHRONOUS)
-        if variable is not None:
-            os.environ[_SYNCHRONOUS] = variable
 
 
 class _RecordedFile:

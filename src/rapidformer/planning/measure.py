@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.fused_loss.fused_loss import find_head
 from rapidformer.accel.grouped_experts import apply_grouped_experts
-from rapidformer.accel.lean_adapters import find_frozen_weights
+from rapidformer.accel.lean_adapters import drop_casts, find_frozen_weights
 from rapidformer.compat.torch_dispatch import tree_map_only
 from rapidformer.config import Settings
 from rapidformer.config.sections import AccelerationArguments
@@ -154,12 +154,7 @@ class _Measurement:
         adapter = find_adapter(self._model)
         if adapter is None:
             return
-        for module in self._model.modules():
-            dropouts: Any = getattr(module, "lora_dropout", None)
-            if isinstance(dropouts, nn.ModuleDict) and all(
-                isinstance(dropout, nn.Identity) for dropout in dropouts.values()
-            ):
-                module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+        drop_casts(self._model)
         for parameter in find_frozen_weights(self._model) if adapter.base is not None else ():
             parameter.data = parameter.data.to(self._dtype)
 

@@ -24,6 +24,7 @@ from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.compat.torch_tensors import copy_all, count_changes, multiply_all
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.update import Mean, MicroBatch, MicroBatchResult, Update
+from rapidformer.models.adapters import get_base
 from rapidformer.models.plan import LAYER_DROPS, find_plan
 from rapidformer.optim.gradients import (
     clip_norm,
@@ -364,8 +365,7 @@ def draw_unused(count: int, generator: torch.Generator | None = None) -> None:
 
 def count_unused_numbers(model: nn.Module) -> int:
     """How many numbers transformers' models draw to skip blocks which they never skip."""
-    get_base: Any = getattr(model, "get_base_model", None)  # an adapter's
-    if not is_own_model(get_own_class(model if get_base is None else get_base())):
+    if not is_own_model(get_own_class(get_base(model))):
         return 0
     chances = [getattr(getattr(model, "config", None), name, None) for name in LAYER_DROPS]
     never_skips = not any(chances) and any(chance is not None for chance in chances)

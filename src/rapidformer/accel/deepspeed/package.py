@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rapidformer.compat.patches import Entry, Patch, ignore_warnings, quieten
+from rapidformer.compat.patches import Entry, Patch, ignore_warnings, quieten, variables
 from rapidformer.dist.topology import start_lone_group
 from rapidformer.errors import MissingPackageError
 from rapidformer.log import get_logger
@@ -20,7 +20,7 @@ def import_deepspeed(device: torch.device, level: str, changes: ExitStack) -> An
     """The package: quiet, and kept from compiling what training does not need."""
     is_cpu = device.type == "cpu"
     try:
-        with _variable("DS_ACCELERATOR", "cpu") if is_cpu else nullcontext():
+        with variables({"DS_ACCELERATOR": "cpu"}, keeps=True) if is_cpu else nullcontext():
             import deepspeed
     except ImportError as reason:
         if reason.name not in (None, "deepspeed"):
@@ -47,18 +47,6 @@ def _list_ops() -> dict[str, bool]:
     return __compatible_ops__
 
 
-@contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    """Inside, a variable of the environment is set."""
-    is_set = name in os.environ
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if not is_set:
-            del os.environ[name]
-
-
 def announce_build() -> None:
     """DeepSpeed's own optimizers are compiled at first use: silently, and behind a lock."""
     if int(os.environ.get("LOCAL_RANK", "0")):
@@ -80,5 +68,5 @@ def in_process_group(device: torch.device) -> Iterator[None]:
     """DeepSpeed needs a process group and LOCAL_RANK even for a single process."""
     start_lone_group(device.type)
     # Not for good: some platforms set RANK without LOCAL_RANK to number nodes.
-    with _variable("LOCAL_RANK", "0"):
+    with variables({"LOCAL_RANK": "0"}, keeps=True):
         yield

@@ -25,6 +25,7 @@ from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.plan import ModelPlan
 from rapidformer.models.tensor_plans import describe_other_splits
+from rapidformer.models.towers import is_inside
 from rapidformer.overlay import extend, remove
 
 # As many rows as tokens: a multiple-choice model takes the second size for the number of choices,
@@ -108,12 +109,8 @@ def find_usage(model: nn.Module, plan: ModelPlan) -> Usage:
 def _read_plan(outside: Sequence[str], plan: ModelPlan) -> Usage:
     """What the model's own plan says; a name in both lists is used on both sides."""
     sides = {0: plan.before, len(plan.blocks) - 1: plan.after}
-
-    def is_in(name: str, parts: Sequence[str]) -> bool:
-        return any(name == part or name.startswith(f"{part}.") for part in parts)
-
     return Usage(
-        blocks_of={n: {block for block in sides if is_in(n, sides[block])} for n in outside}
+        blocks_of={n: {block for block in sides if is_inside(n, sides[block])} for n in outside}
     )
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from rapidformer.compat.patches import variables
 from rapidformer.data.indexed import IndexedDataset, IndexedWriter, choose_dtype
 from rapidformer.data.preprocess.encoding import PartEncoder
 from rapidformer.data.preprocess.inputs import Source
@@ -248,7 +249,8 @@ def encode_parts(
         return
     encoder = PartEncoder(*setup)
     for part in parts:
-        with _on_one_core():
+        # One worker is one core: `tokenizers` would take all of them.
+        with variables({_PARALLEL: "false"}):
             report = encoder.encode(part)
         yield report
         if report.is_stopped:
@@ -335,17 +337,3 @@ class _Crew:
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
-
-
-@contextmanager
-def _on_one_core() -> Iterator[None]:
-    """One worker is one core: `tokenizers` would take all of them."""
-    before = os.environ.get(_PARALLEL)
-    os.environ[_PARALLEL] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_PARALLEL]
-        else:
-            os.environ[_PARALLEL] = before

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from rapidformer.dialects.huggingface.interface import TrainerInterface
 from rapidformer.errors import DataError
 from rapidformer.log import say_once
+from rapidformer.models.adapters import get_base
 
 _LABEL_COLUMNS = ("label", "label_ids")
 Collate = Callable[[list[Any]], Any]
@@ -20,9 +21,7 @@ Collate = Callable[[list[Any]], Any]
 
 def _get_forward(model: nn.Module) -> inspect.Signature:
     """The signature of the model itself, under an adapter as well."""
-    get_base: Any = getattr(model, "get_base_model", None)
-    inner = get_base() if get_base is not None else model
-    return inspect.signature(inner.forward)
+    return inspect.signature(get_base(model).forward)
 
 
 def find_label_names(model: nn.Module) -> list[str]:

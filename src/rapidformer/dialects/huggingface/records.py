@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers import Trainer as Theirs
 
 from rapidformer.data.nested import map_tensors
 from rapidformer.dialects.huggingface.interface import TrainerInterface
@@ -19,7 +20,7 @@ from rapidformer.models.adapters import get_inner
 from rapidformer.strict_json import format_json
 
 if TYPE_CHECKING:
-    from rapidformer.dialects.huggingface.callbacks import Callback, CallbackList
+    from rapidformer.dialects.huggingface.callbacks import CallbackList
 
 STATE_FILE = "trainer_state.json"
 _NOT_PUSHED = [
@@ -38,16 +39,13 @@ class RunRecords(TrainerInterface):
         """transformers' name for the list of callbacks."""
         return self.callbacks
 
-    def add_callback(self, callback: Callback) -> None:
-        """Add one of transformers' callbacks, or its class."""
-        self.callbacks.add_callback(callback)
-
-    def pop_callback(self, callback: Callback) -> Any:
-        """Take a callback out and return it."""
-        return self.callbacks.pop_callback(callback)
-
-    def remove_callback(self, callback: Callback) -> None:
-        self.callbacks.remove_callback(callback)
+    # These ask nothing of a trainer that this one does not have.
+    add_callback, pop_callback = Theirs.add_callback, Theirs.pop_callback
+    remove_callback = Theirs.remove_callback
+    is_world_process_zero = Theirs.is_world_process_zero
+    is_local_process_zero = Theirs.is_local_process_zero
+    get_num_trainable_parameters = Theirs.get_num_trainable_parameters
+    log_metrics = Theirs.log_metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Keep numbers in the history of the run and tell the callbacks."""
@@ -55,12 +53,6 @@ class RunRecords(TrainerInterface):
             logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callbacks.call("on_log", logs=logs)
-
-    def is_world_process_zero(self) -> bool:
-        return self.args.process_index == 0
-
-    def is_local_process_zero(self) -> bool:
-        return self.args.local_process_index == 0
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and tokenizer for ``from_pretrained``; if sharded, on every process."""
@@ -79,18 +71,6 @@ class RunRecords(TrainerInterface):
         folder = Path(self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
-
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print metrics as a table."""
-        if not self.is_world_process_zero():
-            return
-        width = max((len(name) for name in metrics), default=0)
-        lines = [f"***** {split} metrics *****"]
-        for name in sorted(metrics):
-            value = metrics[name]
-            text = f"{value:.4f}" if isinstance(value, float) else str(value)
-            lines.append(f"  {name:<{width}} = {text:>10}")
-        print("\n".join(lines))
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
         """Write ``<split>_results.json``, and add to ``all_results.json``."""
@@ -174,9 +154,6 @@ class RunRecords(TrainerInterface):
         """The rows of a loader's data."""
         count = getattr(dataloader, "num_samples", None)
         return int(count) if count is not None else len(dataloader.dataset)
-
-    def get_num_trainable_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def get_total_train_batch_size(self, args: Any = None) -> int:
         """Rows per optimizer step, over all processes."""

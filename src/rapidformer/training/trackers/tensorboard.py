@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from rapidformer.compat.patches import Change
 from rapidformer.log import warn_once
 from rapidformer.training.trackers.tracker import TrackedRun, keep_numbers, name_by_phase
+
+
+def _quiet_board_threads() -> Callable[[], None]:
+    """TensorBoard's thread hands its error to our next call, which warns: no traceback as well."""
+    before = threading.excepthook
+
+    def report(failure: threading.ExceptHookArgs) -> None:
+        is_board = type(failure.thread).__module__.startswith("tensorboard.")
+        if not (is_board and isinstance(failure.exc_value, OSError)):
+            before(failure)
+
+    def restore() -> None:
+        if threading.excepthook is report:
+            threading.excepthook = before
+
+    threading.excepthook = report
+    return restore
+
+
+_QUIET = Change(_quiet_board_threads)
 
 
 class TensorBoard:
@@ -23,6 +44,7 @@ class TensorBoard:
         self._rename = rename
         self.writer: Any = None
         """TensorBoard's ``SummaryWriter``."""
+        self._open = ExitStack()
 
     def start(self, run: TrackedRun) -> None:
         try:
@@ -36,7 +58,7 @@ class TensorBoard:
         folder = self._folder or (run.folder or Path()) / "tensorboard"
         resumes = 0 < run.resume_step < float("inf")
         purge_step = int(run.resume_step) + 1 if resumes else None
-        _quiet_board_threads()
+        self._open.enter_context(_QUIET)
         self.writer = SummaryWriter(str(folder), purge_step=purge_step)
 
     def log(self, values: Mapping[str, Any], step: int | None) -> None:
@@ -45,18 +67,6 @@ class TensorBoard:
                 self.writer.add_scalar(self._rename(name), value, step)
 
     def finish(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-
-@functools.cache
-def _quiet_board_threads() -> None:
-    """TensorBoard's thread hands its error to our next call, which warns: no traceback as well."""
-    before = threading.excepthook
-
-    def report(failure: threading.ExceptHookArgs) -> None:
-        is_board = type(failure.thread).__module__.startswith("tensorboard.")
-        if not (is_board and isinstance(failure.exc_value, OSError)):
-            before(failure)
-
-    threading.excepthook = report
+        with self._open:
+            if self.writer is not None:
+                self.writer.close()
