@@ -155,6 +155,18 @@ def test_what_is_replaced_after_an_evaluation_is_trained(tmp_path: Path) -> None
     assert read_losses(tmp_path / "evaluated") == read_losses(tmp_path / "fresh")
 
 
+def test_a_head_that_is_replaced_after_an_evaluation_is_trained(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.model.base_model.requires_grad_(False)
+    trainer.evaluate()
+    trainer.model.classifier = torch.nn.Linear(16, 2)
+    trainer.model.base_model.requires_grad_(True)
+    weights = [trainer.model.classifier.weight, trainer.model.get_input_embeddings().weight]
+    before = [weight.detach().clone() for weight in weights]
+    trainer.train()
+    assert not any(map(torch.equal, before, weights))
+
+
 def test_optimizer_and_schedule_made_by_hand(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path / "hand", max_steps=3)
     trainer.create_optimizer_and_scheduler(num_training_steps=10)

@@ -155,8 +155,10 @@ class Trainer(OptimizerMethods, EvaluationMethods):
 
     def _list_parts(self) -> tuple[Any, ...]:
         """What an engine is made from, and a script may replace between two calls."""
-        optimizers = self.optimizer, self.lr_scheduler
-        return self.model, self.train_dataset, self.data_collator, *optimizers
+        given = self.model, self.train_dataset, self.data_collator
+        weights = list(self.model.parameters())
+        is_trained = (weight.requires_grad for weight in weights)
+        return *given, self.optimizer, self.lr_scheduler, *weights, *is_trained
 
     def _is_outdated(self, settings: Settings) -> bool:
         """Whether an engine that an evaluation has made would train something else."""
