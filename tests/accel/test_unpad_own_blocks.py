@@ -76,6 +76,28 @@ class Numbered(nn.Module):
         return hidden + self.strength * hidden.mean(1, keepdim=True)
 
 
+class Quantized(nn.Module):
+    """Rounds to steps of the largest number in the batch, which is rarely one of padding."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        step = hidden.detach().abs().max() / 1000
+        return hidden + ((hidden / step).round() * step - hidden).detach()
+
+
+class Observed(nn.Module):
+    """Keeps a mean over tokens that only evaluation uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(_HEIGHT))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(hidden.detach().mean((0, 1)), 0.1)
+            return hidden
+        return hidden - self.mean
+
+
 class InTraining(nn.Module):
     """Mixes tokens in training alone."""
 
@@ -215,6 +237,8 @@ def check(plain: Any, before_update: Callable[[Any, int], None] = lambda *_: Non
         InTraining,
         BatchNorm,
         Counting,
+        Quantized,
+        Observed,
     ],
 )
 def test_blocks_that_mix_tokens_keep_their_padding(

@@ -165,6 +165,15 @@ def test_loaders_answer_as_accelerates() -> None:
     assert read() == second
 
 
+def test_the_rest_of_an_epoch_is_a_loader_of_its_own() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=4))
+    rest = accelerator.skip_first_batches(loader, 1)
+    assert len(rest) == 2 and len(loader) == 3 and rest.total_batch_size == 4
+    for each, expected in ((loader, 0), (rest, 4), (rest, 4), (loader, 0)):
+        assert [int(row) for (batch,) in each for row in batch] == list(range(expected, 10))
+
+
 def test_the_order_follows_the_seed_of_the_data() -> None:
     accelerate = pytest.importorskip("accelerate")
 

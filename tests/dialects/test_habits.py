@@ -76,6 +76,28 @@ def test_what_surrounds_a_loss_is_called(tmp_path: Path) -> None:
     assert (decayed["weight_decay"], others[0]["weight_decay"]) == (0.1, 0.0)
 
 
+def test_a_batch_keeps_its_class(tmp_path: Path) -> None:
+    """transformers' own collators give a BatchEncoding, whose entries are attributes, too."""
+
+    class Own(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any
+        ) -> Any:
+            labels = inputs.labels
+            outputs = model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask)
+            loss = torch.nn.functional.cross_entropy(outputs.logits, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    def encode(rows: list[dict[str, Any]]) -> Any:
+        return transformers.BatchEncoding(collate(rows))
+
+    trainer = make_trainer(tmp_path / "own", Own, max_steps=2, data_collator=encode)
+    trainer.train()
+    make_trainer(tmp_path / "plain", max_steps=2).train()
+    assert read_losses(tmp_path / "own") == pytest.approx(read_losses(tmp_path / "plain"))
+    assert "eval_loss" in trainer.evaluate()
+
+
 def test_a_model_saved_by_a_subclass_is_part_of_each_checkpoint(tmp_path: Path) -> None:
     class Own(Trainer):
         def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -105,6 +127,44 @@ def test_the_accelerator_and_a_step_before_training(tmp_path: Path) -> None:
     trainer.train()  # the gradients by hand are gone
     make_trainer(tmp_path / "alone", max_steps=2).train()
     assert read_losses(tmp_path / "hand") == read_losses(tmp_path / "alone")
+
+
+def test_what_is_replaced_after_an_evaluation_is_trained(tmp_path: Path) -> None:
+    """As in transformers: the first evaluation decides nothing about the training after it."""
+
+    def flip(rows: list[dict[str, Any]]) -> Any:
+        batch = collate(rows)
+        return {**batch, "labels": 1 - batch["labels"]}
+
+    def train(name: str, evaluates: bool) -> Trainer:
+        trainer = make_trainer(tmp_path / name, max_steps=3)
+        if evaluates:
+            trainer.evaluate()
+        model = make_classifier()
+        torch.nn.init.ones_(model.classifier.bias)
+        trainer.model, trainer.train_dataset, trainer.data_collator = model, make_rows(9), flip
+        if evaluates:
+            trainer.evaluate()
+        trainer.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer.train()
+        return trainer
+
+    trainer = train("evaluated", evaluates=True)
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    train("fresh", evaluates=False)
+    assert read_losses(tmp_path / "evaluated") == read_losses(tmp_path / "fresh")
+
+
+def test_a_head_that_is_replaced_after_an_evaluation_is_trained(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.model.base_model.requires_grad_(False)
+    trainer.evaluate()
+    trainer.model.classifier = torch.nn.Linear(16, 2)
+    trainer.model.base_model.requires_grad_(True)
+    weights = [trainer.model.classifier.weight, trainer.model.get_input_embeddings().weight]
+    before = [weight.detach().clone() for weight in weights]
+    trainer.train()
+    assert not any(map(torch.equal, before, weights))
 
 
 def test_optimizer_and_schedule_made_by_hand(tmp_path: Path) -> None:
@@ -195,6 +255,40 @@ def test_work_and_epoch_are_in_the_metrics(tmp_path: Path) -> None:
     assert metrics["epoch"] == trainer.evaluate()["epoch"] == 0.5
 
 
+def test_an_own_estimate_of_work_sees_each_batch(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def floating_point_ops(self, inputs: Any) -> int:
+            rows, width = inputs["input_ids"].shape
+            return int(rows * width**2)
+
+    trainer = make_trainer(tmp_path, Own, max_steps=2)
+    widths = [batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()]
+    assert trainer.train().metrics["total_flos"] == sum(4 * width**2 for width in widths[:2])
+
+
+def test_the_history_has_the_lines_that_are_due(tmp_path: Path) -> None:
+    """An evaluation, a checkpoint and the end of a run add none, and take nothing from the next."""
+
+    def train(name: str, **settings: Any) -> tuple[dict[int, float], float]:
+        trainer = make_trainer(tmp_path / name, max_steps=8, **settings)
+        loss = trainer.train().training_loss
+        assert trainer.state.num_train_epochs == 2
+        lines = [line for line in trainer.state.log_history if "loss" in line]
+        return {line["step"]: line["loss"] for line in lines}, loss
+
+    every, mean = train("every", logging_steps=1)
+    losses = list(every.values())
+    assert mean == pytest.approx(np.mean(losses))
+    also: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "save_steps": 2}
+    by_step = {3: np.mean(losses[:3]), 6: np.mean(losses[3:6])}
+    assert train("steps", logging_steps=3, eval_steps=2, **also)[0] == pytest.approx(by_step)
+    lines, loss = train("epoch", logging_strategy="epoch", eval_steps=4, **also)
+    assert lines == pytest.approx({4: np.mean(losses[:4]), 8: np.mean(losses[4:])})
+    assert loss == pytest.approx(mean)
+    lines, loss = train("no", logging_strategy="no", eval_steps=3, **also)
+    assert lines == {} and loss == pytest.approx(mean)
+
+
 def test_metrics_by_batch_get_tensors(tmp_path: Path) -> None:
     def measure(prediction: Any, compute_result: bool) -> dict[str, float]:
         assert isinstance(prediction.predictions, torch.Tensor)
@@ -278,6 +372,21 @@ def test_the_last_batch_alone_is_dropped(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.state.global_step == 3
     assert len(trainer.get_train_dataloader()) == 5
+
+
+def test_a_stream_that_has_a_length_decides_the_schedule(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from make_rows(10)
+
+        def __len__(self) -> int:
+            return 10
+
+    trainer = make_trainer(tmp_path, train_dataset=Stream(), num_train_epochs=2, logging_steps=1)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    rates = [line["learning_rate"] / trainer.args.learning_rate for line in lines]
+    assert rates == pytest.approx([1 - step / 6 for step in range(6)])
 
 
 def test_an_epoch_is_whole_without_the_rows_that_it_drops(tmp_path: Path) -> None:

@@ -165,6 +165,31 @@ def accumulate(
     return model
 
 
+@pytest.mark.parametrize(
+    ("last", "skipped", "expected"),
+    [(2, None, [False, True] * 3), (None, 1, [False, True, True])],  # an epoch's end ends an update
+)
+def test_micro_batches_are_counted_whatever_the_loop_leaves_out(
+    last: int | None, skipped: int | None, expected: list[bool]
+) -> None:
+    """Neither an epoch that is left early nor a batch that is skipped moves an update's end."""
+    engine = make_engine(gradient_accumulation_steps=2)
+    given = DataLoader(make_rows(4, 4, 4, 4), batch_size=1)  # type: ignore[arg-type]
+    model, optimizer, _, loader = engine.compose(make_model(), None, train_dataloader=given)
+    ends: list[bool] = []
+    while len(ends) < len(expected):
+        for number, batch in enumerate(loader):
+            if number == skipped:
+                continue
+            engine.backward(compute_loss(model, batch))
+            ends.append(not engine.updates.clock.is_accumulating)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == last:
+                break
+    assert ends == expected
+
+
 @pytest.mark.parametrize("clear", [clear_model, clear_each])
 def test_clearing_in_every_iteration_waits_for_the_update(clear: Any) -> None:
     expected = accumulate(

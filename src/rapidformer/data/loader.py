@@ -223,8 +223,11 @@ class DistributedLoader:
                     rounds_left = size // self.samples_per_round
                 rounds_left -= 1
                 self.consumed_samples += self.samples_per_round
-                micro_batch = micro_batch._replace(is_last=micro_batch.is_last or not rounds_left)
+                is_last, is_final = not rounds_left or micro_batch.is_last, micro_batch.is_last
+                must_end = is_last if self._cut.get_batch_size is not None else is_final
+                micro_batch = micro_batch._replace(is_last=is_last, must_end=must_end)
             elif micro_batch.is_last:
+                micro_batch = micro_batch._replace(must_end=True)
                 self.consumed_samples += self._cut.get_update_size(
                     self.epoch, self.consumed_samples
                 )

@@ -33,6 +33,9 @@ class MicroBatch(NamedTuple):
     """Whether the batch still has to be moved to the device."""
     sets: tuple[int, ...] = ()
     """The data set of each sample, if the data is a mixture."""
+    must_end: bool = False
+    """Whether it ends its update wherever that began: the script's loop may have left out others,
+    or left an earlier epoch before its end."""
 
 
 @dataclass(frozen=True)

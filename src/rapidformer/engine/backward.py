@@ -169,7 +169,7 @@ class BackwardPasses:
         if clock.is_unused and not counts:
             clock.set_aside(())
         adds_up = clock.is_accumulating
-        ends_update = micro_batch is not None and micro_batch.is_last
+        ends_update = micro_batch is not None and micro_batch.must_end
         is_last = clock.start_micro_batch(ends_update=ends_update) or not counts
         clock.add_loss(result.loss, clock.add_weight(result.weight, shared_unit=unit))
         if adds_up or not is_last:

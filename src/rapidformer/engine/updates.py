@@ -153,7 +153,7 @@ class Updates:
         loss = settle(loss)
         micro_batch = self.weights.find_micro_batch(weight)
         result = self.weights.weigh(loss, weight, micro_batch)
-        ends_update = bool(micro_batch and micro_batch.is_last)
+        ends_update = bool(micro_batch and micro_batch.must_end)
         passes.run(result, micro_batch, ends_update=ends_update, retain_graph=retain_graph)
 
     def backward_with(

@@ -283,7 +283,9 @@ class UpdateClock:
         if self._rounds == 0 or self._outcome is not None:
             raise RapidformerError(
                 "optimizer.step() without a gradient: call engine.backward(loss) instead of "
-                "loss.backward(), once per micro-batch, before it."
+                "loss.backward(), once per micro-batch, before it. Gradients that you compute "
+                "yourself: engine.backward(sum((p * g).sum() for p, g in zip(parameters, "
+                "gradients)))."
             )
         if not self._is_complete:
             return

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 
 from rapidformer.accel.assembly import Enter
 from rapidformer.accel.unpad.sides import is_encoder_decoder
-from rapidformer.accel.unpad.stirring import FLOATS, SMOOTH, Steady, is_library, keep_state, stir
+from rapidformer.accel.unpad.stirring import (
+    FLOATS,
+    SMOOTH,
+    Statistics,
+    Steady,
+    is_library,
+    keep_state,
+    stir,
+)
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -123,10 +131,14 @@ def _compare(
     most = 0 if limit == _LIMIT_16_BIT else _FEW
     weights = _choose_weights(blocks, most) if has_gradients else []
     rows = batch["input_ids"].shape
+    own = [m for block in blocks for m in block.modules() if not is_library(get_own_class(m))]
+    statistics = Statistics(blocks)
     with evaluation_mode(model), _needing_gradients(weights):
         model.train(in_training)
-        with Steady(model, rows) if in_training else nullcontext():
+        with Steady(model, rows, own) if in_training else nullcontext():
             expected = _run(functools.partial(call_plainly, model), batch, weights, enter)
+        if statistics.have_changed():  # a mean over tokens may meet nothing but later evaluations
+            return "its blocks keep statistics of what they compute"
         with Steady(model) if in_training else nullcontext():
             changed = _run(forward, batch, weights, enter)
     if sharing is not None:  # each rank has those of its own tokens

@@ -12,17 +12,20 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import ParametrizationList
 
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.accel.split.absent import AbsentWeight
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import TorchDispatchMode
 from rapidformer.compat.torch_modules import get_buffer_table
+from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.overlay import get_own_class
@@ -121,15 +124,11 @@ or nothing. Number by number, ReLU mixes tokens no more than what takes its plac
 
 @contextmanager
 def keep_state(model: nn.Module) -> Iterator[None]:
-    """Afterwards, all that forward passes have changed in modules is as before, such as counts.
-
-    Frozen weights that they change, such as a moving average, can only be those of the user's code.
-    """
+    """Afterwards, all that forward passes have changed in modules is as before, such as counts."""
     with ExitStack() as restoring:
         for module in model.modules():
             is_own = not is_library(get_own_class(module))
-            frozen = [p for p in module.parameters(recurse=False) if not p.requires_grad]
-            for tensor in (*module.buffers(recurse=False), *(frozen if is_own else ())):
+            for tensor in _list_kept(module):
                 if _is_writable(tensor):
                     restoring.callback(_restore_values, tensor, tensor.clone())
             tables = [vars(module), get_buffer_table(module)]
@@ -141,6 +140,36 @@ def keep_state(model: nn.Module) -> Iterator[None]:
             for table in tables:
                 restoring.callback(_restore_table, table, dict(table))
         yield
+
+
+def _list_kept(module: nn.Module) -> list[Tensor]:
+    """What a forward pass may change: of frozen weights (moving averages), those of own code."""
+    is_own = not is_library(get_own_class(module))
+    frozen = [p for p in module.parameters(recurse=False) if is_own and not p.requires_grad]
+    return [*module.buffers(recurse=False), *frozen]
+
+
+class Statistics:
+    """What modules keep of the numbers that they see, such as the observers of quantization.
+
+    Parametrizations see weights only, not tokens.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        modules = [module for block in blocks for module in block.modules()]
+        lists = [module for module in modules if isinstance(module, ParametrizationList)]
+        of_weights = {id(module) for each in lists for module in each.modules()}
+        self._modules = [module for module in modules if id(module) not in of_weights]
+        self._noted = self._read()
+
+    def _read(self) -> list[tuple[Tensor, int]]:
+        kept = (tensor for module in self._modules for tensor in _list_kept(module))
+        return [(tensor, count_changes(tensor)) for tensor in kept if tensor.dtype in FLOATS]
+
+    def have_changed(self) -> bool:
+        """Whether a forward pass has written any of them, or put another in its place."""
+        pairs = zip_longest(self._noted, self._read(), fillvalue=(None, 0))
+        return any(old[0] is not new[0] or old[1] != new[1] for old, new in pairs)
 
 
 @torch.no_grad()
@@ -164,13 +193,18 @@ class Steady(TorchDispatchMode):
     """Inside, dropout keeps everything, and the usual draws of random numbers are one number.
 
     With the shape of a padded batch, it raises what draws a number for each row: without padding,
-    there is a single row.
+    there is a single row. The same goes for an extreme over tokens in ``own``, modules of the
+    user's code: whether padding is one depends on the batch.
     """
 
-    def __init__(self, model: nn.Module, shape: Sequence[int] = (1, 1)) -> None:
+    def __init__(
+        self, model: nn.Module, shape: Sequence[int] = (1, 1), own: Sequence[nn.Module] = ()
+    ) -> None:
         super().__init__()
-        self._model, (self._rows, self._columns) = model, shape
+        self._model, (self._rows, self._columns), self._own = model, shape, own
         self._rates: list[tuple[Any, str, float]] = []
+        self._hooks: list[Any] = []
+        self._depth = 0
 
     def __enter__(self) -> Steady:
         # Attention would draw in its kernels.
@@ -181,11 +215,22 @@ class Steady(TorchDispatchMode):
                     self._rates.append((module, name, value))
         for module, name, _ in self._rates:
             setattr(module, name, 0.0)
+        for module in self._own:
+            self._hooks.append(module.register_forward_pre_hook(self._go_in))
+            self._hooks.append(module.register_forward_hook(self._come_out, always_call=True))
         super().__enter__()
         return self
 
+    def _go_in(self, *_: Any) -> None:
+        self._depth += 1
+
+    def _come_out(self, *_: Any) -> None:
+        self._depth -= 1
+
     def __exit__(self, *problem: Any) -> None:
         super().__exit__(*problem)
+        for hook in self._hooks:
+            hook.remove()
         for module, name, value in self._rates:
             setattr(module, name, value)
 
@@ -193,9 +238,11 @@ class Steady(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
+        if self._depth and name in _EXTREMES and self._is_over_tokens(name, args, kwargs or {}):
+            raise ModelError("its blocks take an extreme over tokens")
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return result
-        name = func.overloadpacket.__name__.rstrip("_").removesuffix("_like")
         drawn = result[0] if isinstance(result, tuple) else result
         if "attention" not in name and self._rows > 1:
             sizes = tuple(drawn.shape)
@@ -203,6 +250,20 @@ class Steady(TorchDispatchMode):
                 raise ModelError("it draws random numbers for each row")
         settle = _SETTLED.get(name)
         return result if settle is None else settle(result, *args)
+
+    def _is_over_tokens(self, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether an extreme is one of numbers of several tokens."""
+        given, (place, default) = args[0], _EXTREMES[name]
+        dims = kwargs.get("dim", args[place] if len(args) > place else default)
+        if isinstance(dims, Tensor) or not given.dim() or not given.is_floating_point():
+            return False  # of two tensors, number by number
+        reduced = [dims] if isinstance(dims, int) else dims or range(given.dim())
+        shape, of_tokens = tuple(given.shape), set[int]()
+        if shape[:2] == (self._rows, self._columns):
+            of_tokens = {0, 1}
+        elif shape[0] == self._rows * self._columns:
+            of_tokens = {0}
+        return any(dim % given.dim() in of_tokens for dim in reduced)
 
 
 def _is_from_library(module: nn.Module) -> bool:
@@ -238,3 +299,9 @@ _SETTLED: dict[str, Callable[..., Any]] = {
     "random": _use_bits, "randint": lambda drawn, *_: drawn.zero_(),
 }  # fmt: skip
 """By its name, what a draw of random numbers gives: of dropout, that all is kept."""
+
+_EXTREMES: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("max", "min", "amax", "amin", "aminmax", "argmax", "argmin"), (1, None)),
+    "median": (1, None), "sort": (1, -1), "topk": (2, -1), "kthvalue": (2, -1),
+}  # fmt: skip
+"""Where an operation that picks numbers by their size has its dimensions, and which by default."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -269,10 +269,26 @@ class SavingVerbs(ProcessVerbs):
         return [group for each in optimizers if each is not None for group in each.param_groups]
 
     def skip_first_batches(self, dataloader: DistributedLoader, num_batches: int = 0) -> Any:
-        """The loader, whose next pass skips this many batches."""
-        consumed = num_batches * dataloader.samples_per_round
-        dataloader.load_state_dict({"epoch": dataloader.epoch, "consumed_samples": consumed})
-        return dataloader
+        """The loader without this many batches of its next epoch, which it skips unread."""
+        return RemainingBatches(dataloader, num_batches)
+
+
+class RemainingBatches:
+    """The rest of a loader's epoch; everything else is the loader's, whose own length stays."""
+
+    def __init__(self, loader: DistributedLoader, skipped: int) -> None:
+        self._loader, self._skipped = loader, skipped
+
+    def __len__(self) -> int:
+        return max(0, len(self._loader) - self._skipped)
+
+    def __iter__(self) -> Iterator[Any]:
+        consumed = self._skipped * self._loader.samples_per_round
+        self._loader.load_state_dict({"epoch": self._loader.epoch, "consumed_samples": consumed})
+        return iter(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def _register(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:

@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ _REQUESTS = ("should_training_stop", "should_epoch_stop", "should_log", "should_
 _WITHIN_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # What transformers logs of a training interval, by our names.
 _LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
+_LATEST = ("grad_norm", "learning_rate")
+"""Of these, a line shows the last value and not the mean."""
 
 
 def _set_matmul_precision(name: str) -> Callable[[], object]:
@@ -74,6 +77,32 @@ def _pass_on(event: str) -> Any:
     return hook
 
 
+class Unlogged:
+    """The numbers of the updates that no line of the history shows yet.
+
+    The loop also measures before it evaluates and saves; transformers logs only when it is due.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._since = self.step = step
+        self.line: dict[str, float] = {}
+
+    def add(self, line: Mapping[str, float], step: int) -> None:
+        """Take in the means over the updates since the last call."""
+        updates = max(step - self.step, 1)
+        share = updates / max(step - self._since, updates)
+        for name, value in line.items():
+            if name in self.line and name not in _LATEST:
+                value = self.line[name] * (1 - share) + value * share
+            self.line[name] = value
+        self.step = step
+
+    def take(self) -> dict[str, float]:
+        """The line of all of them, which is shown now."""
+        line, self.line, self._since = self.line, {}, self.step
+        return line
+
+
 class LoopEvents(Callback):
     """Tells a trainer's callbacks what the loop does, and the loop what they ask for."""
 
@@ -83,6 +112,7 @@ class LoopEvents(Callback):
         self._work_before = 0.0
         self._saved = trainer.state
         """That of the last checkpoint."""
+        self._unlogged, self._is_log_due = Unlogged(0), False
         self.has_begun = False
 
     def hears(self, hook: str) -> bool:
@@ -93,12 +123,17 @@ class LoopEvents(Callback):
         state = trainer.state
         state.max_steps = loop.train_iters
         state.num_train_epochs = math.ceil(args.num_train_epochs)
+        if args.max_steps > 0:
+            length = trainer.train_dataloader.updates_per_epoch  # of a stream unknown: 0
+            state.num_train_epochs = -(-args.max_steps // length) if length else sys.maxsize
+        trainer.counted_work = 0.0
         state.train_batch_size = args.train_batch_size
         for name in ("logging_steps", "eval_steps", "save_steps"):
             interval = getattr(args, name)
             if interval:
                 setattr(state, name, count_updates(interval, loop.train_iters))
         self.has_begun = True
+        self._unlogged = Unlogged(loop.step)
         if loop.step:
             self.recall(loop.step, loop.args.save)
         # A callback may be on some ranks only: all must know where requests can come from.
@@ -140,12 +175,16 @@ class LoopEvents(Callback):
         if loop.step >= loop.train_iters:
             self._ask_for(loop, control, "steps", loop.step)
         self._tell("on_step_end", loop, control)
+        self._is_log_due = control.should_log
 
     def on_epoch_end(self, loop: RunningLoop, control: Control) -> None:
         """Also of an epoch that the run has not finished."""
         control.should_log |= loop.args.log_strategy == "epoch"
         self._ask_for(loop, control, "epoch", loop.epoch)
         self._tell("on_epoch_end", loop, control)
+        self._is_log_due = control.should_log
+        if self._is_log_due and self._unlogged.line and self._unlogged.step == loop.step:
+            self._log(loop, control)  # the loop has measured all before an evaluation
 
     def _ask_for(self, loop: RunningLoop, control: Control, strategy: str, place: float) -> None:
         args = loop.args
@@ -156,21 +195,29 @@ class LoopEvents(Callback):
     def on_train_end(self, loop: RunningLoop, control: Control) -> None:
         self._follow(loop)
         self._count_work(loop)
-        self._trainer.log_results()
+        self._trainer.log_results({**self._unlogged.line, "step": self._unlogged.step})
         self._tell("on_train_end", loop, control)
 
     def _count_work(self, loop: RunningLoop) -> None:
         """transformers' estimate for the tokens of all processes, padding included."""
-        name = getattr(self._trainer.model, "main_input_name", "input_ids")
-        slots = torch.empty(sum(gather_from_all(loop.slots)), device="meta")
-        work = self._trainer.floating_point_ops({name: slots})
+        if self._trainer.overrides("floating_point_ops"):  # it may look at the shape of a batch
+            work = sum(gather_from_all(self._trainer.counted_work))
+        else:
+            name = getattr(self._trainer.model, "main_input_name", "input_ids")
+            slots = torch.empty(sum(gather_from_all(loop.slots)), device="meta")
+            work = self._trainer.floating_point_ops({name: slots})
         self._trainer.state.total_flos = self._work_before + work
 
     def on_log(self, loop: RunningLoop, control: Control, line: dict[str, Any]) -> None:
         if "loss" in line:  # evaluate() logs its own numbers
-            with self._asking(loop, control, "on_log"):
-                logged = {_LOGGED[name]: line[name] for name in _LOGGED if name in line}
-                self._trainer.log({**logged, **loop.parts})
+            logged = {_LOGGED[name]: line[name] for name in _LOGGED if name in line}
+            self._unlogged.add({**logged, **loop.parts}, loop.step)
+            if self._is_log_due:
+                self._log(loop, control)
+
+    def _log(self, loop: RunningLoop, control: Control) -> None:
+        with self._asking(loop, control, "on_log"):
+            self._trainer.log(self._unlogged.take())
 
     def on_evaluate(self, loop: RunningLoop, control: Control, metrics: dict[str, float]) -> None:
         """Copy the comparison, and what the callbacks asked for when ``evaluate`` called them."""
@@ -358,7 +405,9 @@ class TrainerTemplate(Template):
     def list_steps(self) -> list[Callable[..., Any]]:
         trainer: Any = self.trainer
         user_loss = [trainer.compute_loss_func] if trainer.compute_loss_func is not None else []
-        return [trainer.run_training_step, trainer.training_step, trainer.compute_loss, *user_loss]
+        counts = [trainer.count_work] if trainer.overrides("floating_point_ops") else []
+        steps = [trainer.run_training_step, trainer.training_step, trainer.compute_loss]
+        return [*steps, *user_loss, *counts]
 
 
 def find_checkpoint_folder(asked: str | bool | Path | None, output_dir: str | None) -> Path | None:

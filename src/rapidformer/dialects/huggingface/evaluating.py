@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -43,7 +44,7 @@ def run_evaluation(
     metrics: dict[str, Any] | None = None
 
     def step(batch: Any) -> Any:
-        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        inputs: Any = copy.copy(batch) if isinstance(batch, Mapping) else batch
         return trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     results = run_batches(loader, step)

@@ -190,6 +190,12 @@ class RunRecords(TrainerInterface):
             return 0
         return int(6 * inputs[name].numel() * model.num_parameters(exclude_embeddings=True))
 
+    counted_work = 0.0
+    """Of this process's batches in this run, by an override of ``floating_point_ops``."""
+
+    def count_work(self, inputs: Any) -> None:
+        self.counted_work += self.floating_point_ops(inputs)
+
     def _prepare_inputs(self, inputs: Any) -> Any:
         """The loop's batches are on the device already; those of a call by hand may not be."""
         if self._is_training:

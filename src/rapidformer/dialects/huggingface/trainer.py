@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerControl, TrainerState
 from transformers.trainer_utils import BestRun, TrainOutput, align_special_tokens, speed_metrics
 
@@ -124,6 +126,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         self.label_names = self.args.label_names or find_label_names(get_inner(self.model))
         self.train_dataloader: Any = None
         self._engine: RapidformerEngine | None = None
+        self._built_from: tuple[Any, ...] = (self.model,)
         self._is_training = self._has_trained = False
         self._results: Metrics | None = None
         self._started = time.time()
@@ -139,13 +142,29 @@ class Trainer(OptimizerMethods, EvaluationMethods):
     @property
     def engine(self) -> RapidformerEngine:
         """Made when first needed. Where there is data to train on, it is ready to train."""
-        if self._engine is None:
+        is_first = self._engine is None
+        if is_first or (self.model is not self._built_from[0] and not self._is_training):
             self._engine = self._build_engine(self.build_settings())
-            if self._can_train():
+            if is_first and self._can_train():
                 TrainerTemplate(self, self._engine).prepare()
+                self._built_from = self._list_parts()
             else:
                 self._engine.model.compose_for_evaluation(self.model)
+        assert self._engine is not None
         return self._engine
+
+    def _list_parts(self) -> tuple[Any, ...]:
+        """What an engine is made from, and a script may replace between two calls."""
+        given = self.model, self.train_dataset, self.data_collator
+        weights = list(self.model.parameters())
+        is_trained = (weight.requires_grad for weight in weights)
+        return *given, self.optimizer, self.lr_scheduler, *weights, *is_trained
+
+    def _is_outdated(self, settings: Settings) -> bool:
+        """Whether an engine that an evaluation has made would train something else."""
+        is_same = list(map(id, self._list_parts())) == list(map(id, self._built_from))
+        makes_loader = self.overrides("get_train_dataloader")  # from whatever it likes
+        return settings != self._engine_settings or not is_same or makes_loader
 
     def _can_train(self) -> bool:
         return self.train_dataset is not None or self.overrides("get_train_dataloader")
@@ -153,12 +172,27 @@ class Trainer(OptimizerMethods, EvaluationMethods):
     def _build_engine(self, settings: Settings) -> RapidformerEngine:
         engine = RapidformerEngine(args=settings)
         self._engine_settings = settings
-        self.train_dataloader = None
+        self._built_from, self.train_dataloader = (self.model,), None
         return engine
 
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
-        return build_settings(self.args)
+        settings = build_settings(self.args)
+        if (updates := self._count_told_updates()) is not None:
+            reason = "the training stream says its length"
+            settings = settings.replace(reason, train_iters=updates, epochs=None)
+        return settings
+
+    def _count_told_updates(self) -> int | None:
+        """The updates of the epochs of a stream that has a length."""
+        args, dataset = self.args, self.train_dataset
+        tells = isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
+        if not tells or args.max_steps > 0:
+            return None
+        rows, drops = args.train_batch_size * args.world_size, args.dataloader_drop_last
+        rounds = len(DataLoader(dataset, rows, drop_last=drops))
+        per_epoch = max(1, -(-rounds // args.gradient_accumulation_steps))
+        return math.ceil(args.num_train_epochs * per_epoch)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model that ``model_init`` makes."""
@@ -197,7 +231,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         if isinstance(self.processing_class, tokens) and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)
         self._ignore_keys = ignore_keys_for_eval
-        if self._engine is None or self._has_trained or settings != self._engine_settings:
+        if self._engine is None or self._has_trained or self._is_outdated(settings):
             self._engine = self._build_engine(settings)
         self.state = build_state(self)
         return self._run(TrainerTemplate(self, self._engine))
@@ -242,13 +276,16 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             self.push_to_hub()
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
-    def log_results(self) -> Metrics:
-        """Log the numbers of the whole run, as the last of its lines."""
+    def log_results(self, unlogged: dict[str, float] | None = None) -> Metrics:
+        """Log the numbers of the whole run, as the last of its lines.
+
+        ``unlogged`` is the line of the updates after the last one in the history.
+        """
         self.state.global_step = steps = self.engine.updates.clock.updates
         samples = self.engine.data.batches.count_samples(steps)
         metrics: Metrics = speed_metrics("train", self._started, samples, self.state.max_steps)
         metrics["total_flos"] = self.state.total_flos
-        metrics["train_loss"] = _average_losses(self.state.log_history)
+        metrics["train_loss"] = _average_losses([*self.state.log_history, unlogged or {}])
         self.log(metrics)
         self._results = metrics
         return metrics
@@ -268,7 +305,9 @@ class Trainer(OptimizerMethods, EvaluationMethods):
 
     def run_training_step(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch, for the loop: whichever way ``training_step`` gives it."""
-        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        inputs = copy.copy(batch) if isinstance(batch, Mapping) else batch
+        if self.overrides("floating_point_ops"):
+            self.count_work(inputs)
         count = count_labels(model, inputs)
         # Without an override, the loop's own backward pass, which any strategy can schedule.
         step = self.training_step if self.overrides("training_step") else self._compute
