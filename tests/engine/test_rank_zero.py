@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -78,12 +79,52 @@ def save_and_leave(folder: str) -> str:
         return engine.save_checkpoint(folder).name
     from rapidformer.dist import attendance
 
-    attendance._get_roll()._leave()  # as at exit
+    attendance.stop_roll()  # as at exit
     return ""
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
     assert run_in_processes(save_and_leave, 2, str(tmp_path)) == ["iter_0000001", ""]
+
+
+def save_again_at_once(folder: str) -> str:
+    """Rank 0 is interrupted while it asks, and then saves alone what rank 1 has left behind."""
+    engine, model = make_engine(**zero(1))
+    step(engine, model)
+    if engine.is_main:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        # It is told at once where rank 1 is if that has come by then.
+        with pytest.raises((KeyboardInterrupt, RapidformerError)):
+            engine.save_checkpoint(f"{folder}/interrupted")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        with pytest.raises(RapidformerError, match="rank 1 waits in save_checkpoint"):
+            engine.save_checkpoint(f"{folder}/alone")
+    else:
+        time.sleep(1.0)
+    return engine.save_checkpoint(f"{folder}/all").name
+
+
+def test_questions_that_came_to_nothing_leave_the_next_one_alone(tmp_path: Path) -> None:
+    assert run_in_processes(save_again_at_once, 2, str(tmp_path)) == ["iter_0000001"] * 2
+
+
+def save_in_another_group(folder: str) -> str:
+    """The store of the first process group may serve the second one."""
+    for name in ("first", "second"):
+        engine, model = make_engine()
+        step(engine, model)
+        if engine.is_main and name == "second":
+            time.sleep(0.2)
+        saved = engine.save_checkpoint(f"{folder}/{name}").name
+        engine.close()
+        dist.barrier()
+        dist.destroy_process_group()
+    return saved
+
+
+def test_another_process_group_has_a_roll_of_its_own(tmp_path: Path) -> None:
+    assert run_in_processes(save_in_another_group, 2, str(tmp_path)) == ["iter_0000001"] * 2
 
 
 def save_sharded(folder: str, settings: dict[str, Any]) -> str:

@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from rapidformer.accel.unpad.columns import _find_ignored_label
+from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.log import warn_once
 from tests.training.test_cuda_graph import Again, Mixed, make_rows
 
@@ -201,3 +203,10 @@ def test_a_step_that_reads_beyond_a_table_is_never_run(caplog: pytest.LogCapture
     assert "index 56 is out of bounds for size 56" in caplog.text
     for mine, theirs in zip(graphed, plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize(("value", "fill"), [(-100.0, -100), (-0.5, IGNORED_LABEL)])
+def test_labels_of_padding_may_be_numbers_in_bf16(value: float, fill: int) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    labels = torch.full((2, 3), value, dtype=torch.bfloat16)
+    assert _find_ignored_label(nn.Linear(1, 1), labels, mask) == fill

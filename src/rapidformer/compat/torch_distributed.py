@@ -82,7 +82,7 @@ def count_collectives() -> int:
 
     Gloo also counts the tensors that a rank sends or receives.
     """
-    world: Any = distributed_c10d.group.WORLD
+    world: Any = distributed_c10d.group.WORLD  # whose types do not know the method
     try:
         return world._get_sequence_number_for_group()
     except RuntimeError:

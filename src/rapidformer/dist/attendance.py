@@ -4,25 +4,26 @@
 ranks are elsewhere by then, and the first collective would wait for them in vain. So rank 0 asks
 before it enters one, through the store by which the ranks have found each other. On every other
 rank a thread answers, which otherwise sleeps: this rank has come to the same call; or it cannot
-come any more, because it trains on, has ended, or waits in a collective of all ranks that rank 0
-has not entered. A rank that waits for another one than rank 0 may still come.
+come any more, because it trains on, has ended, or waits in another such call or in a collective of
+all ranks that rank 0 has not entered. A rank that waits for another one than rank 0 may still come.
 """
 
 from __future__ import annotations
 
 import atexit
 import json
+import os
 import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ _NEVER = timedelta(days=365)
 _LOOK_SECONDS = 0.1
 _STUCK_SECONDS = 1.0
 """From here on, a rank that is in a collective waits there."""
-_HERE, _ENDED = "here", "has ended"
+_HERE = "here"
 _ABOVE = ("torch", "rapidformer")
 """Packages whose lines say nothing to the user about where a rank is."""
 _DECORATED = "wrapper"
@@ -60,8 +61,8 @@ def attending(call: str, *, needs_all: str | None, alone: str = "") -> Iterator[
     ``needs_all`` says why all ranks must take part: if one does not come, the others get an error.
     Otherwise rank 0 works alone, and ``alone`` says what is lost by that.
     """
-    roll = None if is_alone() or _is_together.get() else _get_roll()
-    if roll is None:
+    roll = _get_roll()
+    if roll is None or is_alone() or _is_together.get():
         yield True
         return
     absent = roll.call(call, _BRIEF_PATIENCE if needs_all is None else roll.patience)
@@ -95,7 +96,8 @@ def _join(absent: list[str]) -> str:
 
 def run_by_first(call: str, action: Callable[[], None]) -> None:
     """Do on rank 0 what needs no other one; those that come wait for it, and raise its error."""
-    if is_alone() or _is_together.get():
+    roll = _get_roll()
+    if roll is None or is_alone() or _is_together.get():
         action()
         return
     number = _counts[call] = _counts.get(call, -1) + 1
@@ -104,7 +106,7 @@ def run_by_first(call: str, action: Callable[[], None]) -> None:
         with apart():
             _post_outcome(action, key, store)
         return
-    _wait_for(f"{key}/begun", store, call, _get_roll().patience)
+    _wait_for(f"{key}/begun", store, call, roll.patience)
     _wait_for(key, store, call, _NEVER)
     if (error := pickle.loads(store.get(key))) is not None:
         raise error
@@ -116,9 +118,10 @@ _counts: dict[str, int] = {}
 
 def _post_outcome(action: Callable[[], None], key: str, store: Any) -> None:
     store.set(f"{key}/begun", "1")
-    error: Exception | None = None
+    error: Exception | None = RapidformerError("rank 0 was interrupted")
     try:
         action()
+        error = None
     except RapidformerError as reason:
         error = reason
         raise
@@ -131,14 +134,13 @@ def _post_outcome(action: Callable[[], None], key: str, store: Any) -> None:
 
 def _wait_for(key: str, store: Any, call: str, patience: timedelta) -> None:
     # Not the store's own waiting, which Ctrl-C does not end, and which keeps other threads out.
-    deadline, pause = time.monotonic() + patience.total_seconds(), 0.001
+    deadline, pauses = time.monotonic() + patience.total_seconds(), _pause_longer()
     while not store.check([key]):
         if time.monotonic() > deadline:
             raise RapidformerError(
                 f"{call} was called on rank {dist.get_rank()}, and not on rank 0: call it there."
             )
-        time.sleep(pause)
-        pause = min(2 * pause, _LOOK_SECONDS)
+        time.sleep(next(pauses))
 
 
 # ---- where the others are ----------------------------------------------------------------------
@@ -156,62 +158,94 @@ def note_progress() -> None:
 class _Roll:
     """The questions of rank 0 and what becomes of them; each rank has one."""
 
-    def __init__(self, patience: timedelta) -> None:
-        self.patience = patience
+    def __init__(self) -> None:
+        self.patience: timedelta = get_default_store().timeout
         """As long as for a rank that is missing in a collective."""
-        self._store: Any = get_default_store()
+        global _started
+        _started += 1
+        # A store may outlive its process group, and serve the next one.
+        self._prefix = f"{_KEY}/{_started}"
         self._number = 0
         """Of the next question."""
+        self._is_over = False
+        self._process, self._group = os.getpid(), ref(dist.group.WORLD)
+        atexit.register(self.leave)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether it is of the process group that there is now."""
+        return dist.is_initialized() and self._group() is dist.group.WORLD
 
     def call(self, call: str, patience: timedelta) -> list[str]:
         """Where the ranks are that have not come to this call; every rank that has, calls this."""
         raise NotImplementedError
 
+    def leave(self) -> None:
+        """Before the process group is left: nobody shall wait for this rank."""
+        atexit.unregister(self.leave)
+        # A forked process shares the connection to the store, and must not use it.
+        if not self._is_over and self._process == os.getpid():
+            self._is_over = True
+            with suppress(RuntimeError):  # the store is gone
+                self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        raise NotImplementedError
+
     def name(self, kind: str, rank: int | None = None) -> str:
-        return "/".join([_KEY, str(self._number), kind, *([] if rank is None else [str(rank)])])
+        parts = [self._prefix, str(self._number), kind, *([] if rank is None else [str(rank)])]
+        return "/".join(parts)
+
+    def name_end(self, rank: int) -> str:
+        return f"{self._prefix}/ended/{rank}"
 
 
 class _Asking(_Roll):
-    """Rank 0's."""
+    """Rank 0's. It does not keep the store: a process group that is left takes it with it."""
 
     def call(self, call: str, patience: timedelta) -> list[str]:
-        others, entered = range(1, dist.get_world_size()), count_collectives()
-        for rank in others:
-            question = json.dumps([call, _progress, entered])
-            self._store.set(self.name("question", rank), question)
-        answers = self._collect(others, time.monotonic() + patience.total_seconds())
-        absent = [f"rank {rank} {text}" for rank, text in answers.items() if text != _HERE]
-        self._store.set(self.name("verdict"), json.dumps(absent))
-        self._number += 1
+        store, absent = get_default_store(), ["rank 0 was interrupted"]
+        self._ask([call, _progress, count_collectives()])
+        try:
+            answers = self._collect(store, time.monotonic() + patience.total_seconds())
+            absent = [f"rank {rank} {text}" for rank, text in answers.items() if text != _HERE]
+        finally:
+            store.set(self.name("verdict"), json.dumps(absent))
+            self._number += 1
         return absent
 
-    def _collect(self, others: range, deadline: float) -> dict[int, str]:
-        keys = [self.name("answer", rank) for rank in others]
-        pause, looked = 0.001, time.monotonic()
-        while not self._store.check(keys) and (now := time.monotonic()) < deadline:
+    def _ask(self, question: list[Any] | None) -> None:
+        for rank in range(1, dist.get_world_size()):
+            get_default_store().set(self.name("question", rank), json.dumps(question))
+
+    def _collect(self, store: Any, deadline: float) -> dict[int, str]:
+        keys = {rank: self.name("answer", rank) for rank in range(1, dist.get_world_size())}
+        awaited, looked, pauses = list(keys), time.monotonic(), _pause_longer()
+        while not store.check([keys[rank] for rank in awaited]):
+            if (now := time.monotonic()) > deadline:
+                break
             if now - looked > _STUCK_SECONDS:
+                awaited = [rank for rank in awaited if not store.check([self.name_end(rank)])]
                 looked = now
-                self._answer_for_gone(others)
-            time.sleep(pause)
-            pause = min(2 * pause, _LOOK_SECONDS)
-        return {rank: self._read(key) for rank, key in zip(others, keys, strict=True)}
+            time.sleep(next(pauses))
+        return {rank: self._read(store, rank, key) for rank, key in keys.items()}
 
-    def _answer_for_gone(self, others: range) -> None:
-        """Processes that have ended do not answer."""
-        for rank in others:
-            key = self.name("answer", rank)
-            if self._store.check([f"{_KEY}/ended/{rank}"]) and not self._store.check([key]):
-                self._store.set(key, _ENDED)
+    def _read(self, store: Any, rank: int, key: str) -> str:
+        if store.check([key]):
+            return str(store.get(key).decode())
+        return "has ended" if store.check([self.name_end(rank)]) else "did not come"
 
-    def _read(self, key: str) -> str:
-        return str(self._store.get(key).decode()) if self._store.check([key]) else "did not come"
+    def _say_goodbye(self) -> None:
+        if self.is_valid:
+            self._ask(None)
 
 
 class _Answering(_Roll):
     """Another rank's: a thread answers, and tells the main thread the verdict."""
 
-    def __init__(self, patience: timedelta) -> None:
-        super().__init__(patience)
+    def __init__(self) -> None:
+        super().__init__()
+        self._store: Any = get_default_store()
         # A connection of its own: one that waits for a question lets nobody else ask.
         self._own: Any = self._store.clone()
         self._rank, self._main = dist.get_rank(), threading.main_thread().ident
@@ -221,21 +255,22 @@ class _Answering(_Roll):
         self._verdict: list[str] | None = None
         self._missed: tuple[list[Any], list[str]] | None = None
         """The last question that rank 0 gave up, and the verdict."""
-        self._is_over = False
         self._thread = threading.Thread(target=self._answer, name="rapidformer-roll", daemon=True)
         self._thread.start()
-        atexit.register(self._leave)
 
     def call(self, call: str, patience: timedelta) -> list[str]:
         with self._change:
-            if self._missed is not None and self._missed[0] == [call, _progress]:
-                return self._missed[1]
+            missed, self._missed = self._missed, None
+            if missed is not None and missed[0] == [call, _progress]:
+                return missed[1]
             self._here, self._verdict = call, None
             self._change.notify_all()
-            # Rank 0 answers within its own patience, once it has come.
-            seconds = (self.patience + patience).total_seconds()
-            self._change.wait_for(lambda: self._verdict is not None, seconds)
-            self._here = None
+            try:
+                # Rank 0 answers within its own patience, once it has come.
+                seconds = (self.patience + patience).total_seconds()
+                self._change.wait_for(lambda: self._verdict is not None or self._is_over, seconds)
+            finally:
+                self._here = None
             if self._verdict is None:
                 raise RapidformerError(
                     f"{call} was called on rank {self._rank}, and not on rank 0: call it there."
@@ -243,57 +278,63 @@ class _Answering(_Roll):
             return self._verdict
 
     def _answer(self) -> None:
-        while (question := self._wait("question")) is not None and not self._is_over:
-            call, progress, entered = json.loads(question)
-            answer = self._find_answer(call, progress, entered)
-            if answer is not None:
-                self._own.set(self.name("answer", self._rank), answer)
-            verdict = json.loads(self._wait("verdict") or "[]")
-            with self._change:
-                if answer == _HERE:
-                    self._verdict = verdict
-                elif answer is None:
-                    self._missed = [call, progress], verdict
-                self._change.notify_all()
-            self._number += 1
+        with suppress(RuntimeError):  # rank 0 has ended, and its store with it
+            while not self._is_over:
+                key = self.name("question", self._rank)
+                self._own.wait([key], _NEVER)
+                if (question := json.loads(self._own.get(key))) is None:
+                    break
+                self._serve(*question)
+                self._number += 1
+        with self._change:
+            self._is_over = True
+            self._change.notify_all()
 
-    def _wait(self, kind: str) -> str | None:
-        """What rank 0 writes; None if it has ended."""
-        key = self.name(kind, self._rank if kind == "question" else None)
-        try:
-            self._own.wait([key], _NEVER)
-            return str(self._own.get(key).decode())
-        except RuntimeError:
-            return None
-
-    def _find_answer(self, call: str, progress: int, entered: int) -> str | None:
-        """Where this rank is, once it is known; None if rank 0 does not wait any longer."""
-        place, since = None, time.monotonic()
+    def _serve(self, call: str, progress: int, entered: int) -> None:
+        """Answer once it is known where this rank is, until rank 0 does not wait any longer."""
+        answer: str | None = None
+        place: tuple[str, int, int] | None = None
+        since, pauses = time.monotonic(), _pause_longer()
         with self._change:
             while not self._own.check([self.name("verdict")]):
                 if self._is_over:
-                    return _ENDED
-                if self._here == call:
-                    return _HERE
-                if _progress > progress:
-                    return "trains on"
-                now = _find_collective(self._main) if count_collectives() > entered else None
-                if now != place:
-                    place, since = now, time.monotonic()
-                elif place is not None and time.monotonic() - since > _STUCK_SECONDS:
-                    return f"waits in {place[0]}"
-                self._change.wait(_LOOK_SECONDS)
-        return None
+                    return
+                if answer is None:
+                    now = _find_collective(self._main) if count_collectives() > entered else None
+                    place, since = (place, since) if now == place else (now, time.monotonic())
+                    is_stuck = time.monotonic() - since > _STUCK_SECONDS
+                    answer = self._describe(call, progress, place[0] if place and is_stuck else "")
+                    if answer is not None:
+                        self._own.set(self.name("answer", self._rank), answer)
+                        pauses = _pause_longer()
+                self._change.wait(next(pauses))
+            verdict = json.loads(self._own.get(self.name("verdict")))
+            if answer in (None, _HERE) and self._here == call:
+                self._here, self._verdict = None, verdict
+                self._change.notify_all()
+            elif answer is None:
+                self._missed = [call, progress], verdict
 
-    def _leave(self) -> None:
-        """At exit: rank 0 shall not wait, and the thread shall not outlive the interpreter."""
-        self._is_over = True
-        try:
-            self._store.set(f"{_KEY}/ended/{self._rank}", "1")
-            self._store.set(self.name("question", self._rank), '["", 0, 0]')
-        except RuntimeError:  # rank 0 has ended, and its store with it
-            return
+    def _describe(self, call: str, progress: int, collective: str) -> str | None:
+        """Where this rank is, if it is known whether it still comes."""
+        if self._here is not None:
+            return _HERE if self._here == call else f"waits in {self._here}"
+        if _progress > progress:
+            return "trains on"
+        return f"waits in {collective}" if collective else None
+
+    def _say_goodbye(self) -> None:
+        self._store.set(self.name_end(self._rank), "1")
+        self._store.set(self.name("question", self._rank), json.dumps(None))  # wakes the thread
         self._thread.join(_STUCK_SECONDS)
+
+
+def _pause_longer() -> Iterator[float]:
+    """Seconds between two looks at the store."""
+    pause = 0.001
+    while True:
+        yield pause
+        pause = min(2 * pause, _LOOK_SECONDS)
 
 
 def _find_collective(thread: int | None) -> tuple[str, int, int] | None:
@@ -324,16 +365,25 @@ _FOLDERS = {
     "rapidformer": Path(__file__).parents[1],
 }
 
-_rolls: WeakKeyDictionary[Any, _Roll] = WeakKeyDictionary()
-"""By process group: one that was left takes its store with it."""
+_roll: _Roll | None = None
+_started = 0
+"""How many there have been: all ranks leave and join a process group together."""
 
 
-def _get_roll() -> _Roll:
-    return _rolls[dist.group.WORLD]
+def _get_roll() -> _Roll | None:
+    """That of the process group, if it was started."""
+    return _roll if _roll is not None and _roll.is_valid else None
 
 
-def start_roll(timeout: timedelta) -> None:
+def start_roll() -> None:
     """Let this process ask or answer; every rank calls this after it has joined the others."""
-    if not is_alone() and dist.group.WORLD not in _rolls:
-        kind = _Asking if dist.get_rank() == 0 else _Answering
-        _rolls[dist.group.WORLD] = kind(timeout)
+    global _roll
+    if not is_alone() and _get_roll() is None:
+        stop_roll()
+        _roll = _Asking() if dist.get_rank() == 0 else _Answering()
+
+
+def stop_roll() -> None:
+    """Before the process group is left."""
+    if _roll is not None:
+        _roll.leave()

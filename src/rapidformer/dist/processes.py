@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rapidformer.config.derive import is_launched
-from rapidformer.dist.attendance import start_roll
+from rapidformer.dist.attendance import start_roll, stop_roll
 from rapidformer.dist.heartbeat import start_heartbeat
 from rapidformer.errors import ConfigurationError
 
@@ -57,13 +57,14 @@ def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> P
             backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
             timeout=timedelta(minutes=timeout_minutes),
         )
-    start_roll(timedelta(minutes=timeout_minutes))
+    start_roll()
     return Processes(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen)
 
 
 def stop_processes() -> None:
     """Leave the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
+        stop_roll()
         _wait_for_gloo()
         dist.destroy_process_group()
 

@@ -135,8 +135,9 @@ def _list_fills(model: Any, prefix: str) -> dict[str, int]:
 def _find_ignored_label(model: Any, labels: Tensor, mask: Tensor) -> int | None:
     """The one label that padding has. A loss of the user's own need not ignore -100."""
     is_own = bool(find_filling(model).limits)
-    of_padding = get_host_copy(labels).numpy()[get_host_copy(mask).numpy() == 0]
-    is_one = len(of_padding) > 0 and bool((of_padding == of_padding[0]).all())
+    # Not with NumPy, which has no bf16; labels may be numbers to be learnt.
+    of_padding = get_host_copy(labels)[get_host_copy(mask) == 0].unique().tolist()
+    is_one = len(of_padding) == 1 and float(of_padding[0]).is_integer()
     if is_one and (is_own or of_padding[0] < 0):
         return int(of_padding[0])
     return None if is_own else IGNORED_LABEL
