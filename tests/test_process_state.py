@@ -39,9 +39,12 @@ DETERMINISTIC = {
 }
 DISTRIBUTED = {"exceptions": "torch's process groups show errors with the rank, from then on"}
 
-# Tested where code is generated (tests/accel/test_compile.py).
-COMPILED = {"environ _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": "torch's own, for its compiled code"}
-
+# Tested where code is generated (tests/accel/test_compile.py) and with DeepSpeed.
+BUILDERS = {"path": "setuptools, which builds the code, adds a folder of its own"}
+COMPILED = {
+    "environ _TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR": "torch's own, for its compiled code",
+    **BUILDERS,
+}
 
 LIBRARIES = {
     "accelerate", "datasets", "huggingface_hub", "numpy", "peft", "safetensors", "tokenizers",
