@@ -21,7 +21,7 @@ from rapidformer.config import Settings
 from rapidformer.dialects.calls import check_trainer_call
 from rapidformer.dialects.huggingface.accelerator import TrainerAccelerator
 from rapidformer.dialects.huggingface.arguments import TrainingArguments
-from rapidformer.dialects.huggingface.bridge import TrainerTemplate, find_checkpoint_folder
+from rapidformer.dialects.huggingface.bridge import TrainerTemplate
 from rapidformer.dialects.huggingface.callbacks import (
     Callback,
     CallbackList,
@@ -30,6 +30,7 @@ from rapidformer.dialects.huggingface.callbacks import (
 )
 from rapidformer.dialects.huggingface.data_methods import choose_collator, find_label_names
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
+from rapidformer.dialects.huggingface.folders import find_checkpoint_folder
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels, get_loss, takes
 from rapidformer.dialects.huggingface.optimizing import OptimizerMethods

@@ -11,8 +11,8 @@ from rapidformer.config import arguments_from_mapping
 from rapidformer.config.task_sections import GenerationArguments, RunArguments
 from rapidformer.data.sources import load_splits
 from rapidformer.dialects.calls import check_names
-from rapidformer.dialects.huggingface.bridge import LoopEvents
 from rapidformer.dialects.huggingface.evaluating import run_evaluation
+from rapidformer.dialects.huggingface.events import LoopEvents
 from rapidformer.dialects.mindformers.names import PET_METHODS, TASKS, TRAINER, TRAINING_ARGUMENTS
 from rapidformer.dialects.mindformers.settings import MindFormersArguments
 from rapidformer.engine import RapidformerEngine
