@@ -109,24 +109,6 @@ def test_questions_that_came_to_nothing_leave_the_next_one_alone(tmp_path: Path)
     assert run_in_processes(save_again_at_once, 2, str(tmp_path)) == ["iter_0000001"] * 2
 
 
-def save_in_another_group(folder: str) -> str:
-    """The store of the first process group may serve the second one."""
-    for name in ("first", "second"):
-        engine, model = make_engine()
-        step(engine, model)
-        if engine.is_main and name == "second":
-            time.sleep(0.2)
-        saved = engine.save_checkpoint(f"{folder}/{name}").name
-        engine.close()
-        dist.barrier()
-        dist.destroy_process_group()
-    return saved
-
-
-def test_another_process_group_has_a_roll_of_its_own(tmp_path: Path) -> None:
-    assert run_in_processes(save_in_another_group, 2, str(tmp_path)) == ["iter_0000001"] * 2
-
-
 def save_sharded(folder: str, settings: dict[str, Any]) -> str:
     """What rank 0 is told; then all save, as they should."""
     engine, model = make_engine(**settings)
