@@ -51,7 +51,9 @@ LIBRARIES = {
     "torch", "torchmetrics", "transformers",
 }  # fmt: skip
 """Whose functions and classes are compared."""
-OURS = str(Path(str(find_spec("rapidformer").origin)).parent)  # type: ignore[union-attr]
+SPEC = find_spec("rapidformer")
+assert SPEC is not None and SPEC.origin is not None
+OURS = str(Path(SPEC.origin).parent)
 REGISTERED = {
     "rapidformer_by_row": "an attention and its masks, by a name that nobody else asks for",
     "rapidformer.models.gpt": "AutoConfig and AutoModel know GPTModel, by its own type",
@@ -112,8 +114,9 @@ def look_at_torch() -> dict[str, Any]:
     for place in (module, optimizer):
         tables = {name: value for name, value in vars(place).items() if name.startswith("_global_")}
         facts |= {f"{place.__name__}.{name}": _copy(value) for name, value in tables.items()}
-    for config in (dynamo, functorch, inductor):
-        values = config.get_config_copy().items()  # type: ignore[attr-defined]
+    configs: tuple[Any, ...] = (dynamo, functorch, inductor)
+    for config in configs:
+        values = config.get_config_copy().items()
         facts |= {f"{config.__name__}.{name}": value for name, value in values}
     return facts
 

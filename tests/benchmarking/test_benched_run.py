@@ -61,6 +61,8 @@ def test_a_run_is_timed_and_counted(tmp_path: Path) -> None:
     text = "\n".join(describe_result(result))
     for word in ("tokens/s", "MFU", "peak memory", "padding", "waiting for data"):
         assert word in text
+    result.matrix_rate = 1e12  # a CPU has none
+    assert "6 x" in "\n".join(describe_result(result))
 
 
 def test_graphs_compiled_in_the_timed_steps_are_reported(tmp_path: Path) -> None:

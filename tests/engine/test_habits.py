@@ -174,7 +174,8 @@ def test_micro_batches_are_counted_whatever_the_loop_leaves_out(
 ) -> None:
     """Neither an epoch that is left early nor a batch that is skipped moves an update's end."""
     engine = make_engine(gradient_accumulation_steps=2)
-    given = DataLoader(make_rows(4, 4, 4, 4), batch_size=1)  # type: ignore[arg-type]
+    rows: Any = make_rows(4, 4, 4, 4)
+    given = DataLoader(rows, batch_size=1)
     model, optimizer, _, loader = engine.compose(make_model(), None, train_dataloader=given)
     ends: list[bool] = []
     while len(ends) < len(expected):

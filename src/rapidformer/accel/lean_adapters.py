@@ -37,12 +37,13 @@ def apply(assembly: Assembly) -> str | None:
 
 def drop_casts(model: nn.Module) -> None:
     """Keep peft from casting inputs to fp32: without dropout, autocast just casts them back."""
-    for module in model.modules():
-        dropouts: Any = getattr(module, "lora_dropout", None)
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        dropouts = getattr(module, "lora_dropout", None)
         if isinstance(dropouts, nn.ModuleDict) and all(
             isinstance(dropout, nn.Identity) for dropout in dropouts.values()
         ):
-            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
+            module.cast_input_dtype_enabled = False
 
 
 def apply_in_prediction(assembly: Assembly) -> str | None:

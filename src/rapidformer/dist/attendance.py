@@ -16,6 +16,7 @@ import os
 import pickle
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -155,7 +156,7 @@ def note_progress() -> None:
     _progress += 1
 
 
-class _Roll:
+class _Roll(ABC):
     """The questions of rank 0 and what becomes of them; each rank has one."""
 
     def __init__(self) -> None:
@@ -176,9 +177,9 @@ class _Roll:
         """Whether it is of the process group that there is now."""
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
+    @abstractmethod
     def call(self, call: str, patience: timedelta) -> list[str]:
         """Where the ranks are that have not come to this call; every rank that has, calls this."""
-        raise NotImplementedError
 
     def leave(self) -> None:
         """Before the process group is left: nobody shall wait for this rank."""
@@ -189,8 +190,9 @@ class _Roll:
             with suppress(RuntimeError):  # the store is gone
                 self._say_goodbye()
 
+    @abstractmethod
     def _say_goodbye(self) -> None:
-        raise NotImplementedError
+        """Tell the others that this rank is gone."""
 
     def name(self, kind: str, rank: int | None = None) -> str:
         parts = [self._prefix, str(self._number), kind, *([] if rank is None else [str(rank)])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,10 +74,7 @@ class TrainingLoop:
         self._log_lines = LogLines(engine)
         self._bad_batches = BadBatches(engine, loader, reporter)
         self.saves_at_once = False
-        self._saves = Saves(
-            engine, reporter, announce_start=functools.partial(self._notify, "on_pre_save"),
-            announce=functools.partial(self._notify, "on_save"),
-        )  # fmt: skip
+        self._saves = Saves(engine, reporter, self._notify)
         self._started_at = time.monotonic()
         self._attempts = self._step_before = self.step
         saves, is_alone = bool(self.args.save), self.args.world_size == 1

@@ -19,16 +19,10 @@ class Saves:
     """Starts one save at a time, and reports each once it is complete."""
 
     def __init__(
-        self,
-        engine: RapidformerEngine,
-        reporter: Reporter,
-        *,
-        announce_start: Callable[[], None],
-        announce: Callable[[Path], None],
+        self, engine: RapidformerEngine, reporter: Reporter, notify: Callable[..., None]
     ) -> None:
-        """``announce`` gets the folder of every complete save."""
-        self._engine, self._reporter = engine, reporter
-        self._announce_start, self._announce = announce_start, announce
+        """``notify`` calls a hook: of the start of each save, and with the complete folder."""
+        self._engine, self._reporter, self._notify = engine, reporter, notify
         self.step: int | None = None
         """The step that has a checkpoint, whatever its progress was."""
         self._progress: Progress | None = None
@@ -63,7 +57,7 @@ class Saves:
         """Save this state after the last save; without ``wait``, maybe in the background."""
         started = time.monotonic()
         self.finish()
-        self._announce_start()
+        self._notify("on_pre_save")
         self.remember(step, progress)
         self._engine.save_checkpoint(
             extra={"progress": dataclasses.asdict(progress), **extra},
@@ -87,7 +81,7 @@ class Saves:
             return
         if save.is_behind or stall > 1:
             self._reporter.log_save(save.step, stall, save.write_seconds)
-        self._announce(save.target)
+        self._notify("on_save", save.target)
 
     def report_if_written(self) -> None:
         """Report a save that is complete by now; rank 0 decides, so that all ranks do."""

@@ -19,11 +19,7 @@ import torch
 
 from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_stateful
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
-from rapidformer.dialects.huggingface.folders import (
-    lift_model,
-    link_checkpoint,
-    list_weights,
-)
+from rapidformer.dialects.huggingface.folders import lift_model, link_checkpoint, list_weights
 from rapidformer.dialects.huggingface.records import STATE_FILE
 from rapidformer.dist.collectives import broadcast_object, gather_from_all
 from rapidformer.log import warn_once
