@@ -41,10 +41,12 @@ from typing import Any
 # Asking whether there is a GPU must not start CUDA; see above.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
+import accelerate
 import peft  # noqa: F401  imported for the forks
 import torch
+import transformers
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from workloads import (
     LORA_TARGETS,
     Rows,
@@ -54,6 +56,7 @@ from workloads import (
     list_workloads,
 )
 
+import rapidformer
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.data.collate import PadCollator
 from rapidformer.dist.matrix_rate import measure_matrix_rate
@@ -179,20 +182,28 @@ def run_rapidformer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -
 def watch_trainer(base: type[Trainer], watch: Stopwatch, *, counts: bool = False) -> type[Trainer]:
     """A Trainer that takes the rows in their order; ``counts`` the tokens of each batch."""
 
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.begin_step()
+
     class Bench(base):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(callbacks=[] if counts else [Watch()], **arguments)
+
         def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
-
-        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            watch.begin_step(inputs["input_ids"].numel() if counts else 0)
-            return super().training_step(model, inputs, *args, **kwargs)
 
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             if "train_loss" in logs:
                 watch.note_loss(logs["train_loss"], self.state.global_step)
             super().log(logs, *args, **kwargs)
 
-    return Bench
+    class Counting(Bench):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            watch.begin_step(inputs["input_ids"].numel())
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    return Counting if counts else Bench
 
 
 def get_trainer_arguments(folder: str, batch: int) -> dict[str, Any]:
@@ -205,12 +216,40 @@ def get_trainer_arguments(folder: str, batch: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run_trainer(work: Workload, rows: Rows, watch: Stopwatch, **more: Any) -> None:
+def run_trainer(
+    work: Workload, rows: Rows, watch: Stopwatch, *, package: Any = transformers, **more: Any
+) -> None:
+    """The same script, with the ``Trainer`` of ``package``."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(**get_trainer_arguments(folder, work.batch), **more)
-        watch_trainer(Trainer, watch)(
+        arguments = package.TrainingArguments(**get_trainer_arguments(folder, work.batch), **more)
+        watch_trainer(package.Trainer, watch)(
             model=build_model(work), args=arguments, train_dataset=rows, data_collator=PadCollator()
         ).train()
+
+
+def run_accelerate(
+    work: Workload, rows: Rows, watch: Stopwatch, *, package: Any = accelerate, **more: Any
+) -> None:
+    """The loop of Accelerate's examples, with the ``Accelerator`` of ``package``."""
+    accelerator = package.Accelerator(mixed_precision="bf16" if HAS_GPU else "no", **more)
+    model = build_model(work)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
+    loader = torch.utils.data.DataLoader(
+        rows, batch_size=work.batch, collate_fn=PadCollator(),
+        num_workers=2 if HAS_GPU else 0, pin_memory=HAS_GPU,
+    )  # fmt: skip
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    total = torch.zeros((), device=DEVICE)
+    for batch in loader:
+        watch.begin_step()
+        loss = model(**batch).loss
+        total += loss.detach()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.note_loss(total.item() / len(loader), len(loader))
 
 
 def run_trl(
@@ -314,10 +353,19 @@ RUNS: dict[str, Run] = {
     "rapidformer, padded": lambda *args: run_rapidformer(*args, dynamic_shape="off"),
     "rapidformer --compile": lambda *args: run_rapidformer(*args, **COMPILED),
     "rapidformer --compile --fp8": lambda *args: run_rapidformer(*args, **COMPILED, fp8=True),
+    "rapidformer.Trainer": lambda *args: run_trainer(*args, package=rapidformer),
+    "rapidformer.Trainer, compiled": lambda *args: run_trainer(
+        *args, package=rapidformer, torch_compile=True
+    ),
+    "Accelerate": run_accelerate,
+    "rapidformer.Accelerator": lambda *args: run_accelerate(*args, package=rapidformer),
 }
 
 
-OPTIONAL = ("rapidformer, padded",)
+OPTIONAL = (
+    "rapidformer, padded", "rapidformer.Trainer", "rapidformer.Trainer, compiled", "Accelerate",
+    "rapidformer.Accelerator",
+)  # fmt: skip
 """Runs that are only made if they are asked for."""
 ONLY_FOR = {
     "HF Trainer + Liger": ("llama1b", "lora"),

@@ -54,6 +54,7 @@ ORDER = {
     "saving": "saves sharded weights whole",
     "recording": "records a block's inputs while the model is examined",
     "replay": "runs as CUDA graphs, inside a step or a prediction",
+    "passes": "tells its graphs when a script's own loop calls it",
     "retired": "refuses to be used, since the model has another parameter instead",
     "update": "steps when an update is due (optimizers and schedulers)",
 }

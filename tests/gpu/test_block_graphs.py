@@ -20,6 +20,16 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.overlay import list_layers
 from tests.gpu.test_cuda_graph import Run, deterministic
 from tests.training.test_cuda_graph import make_bert, make_gpt2, make_rows, make_texts
+from tests.training.test_own_loop_graphs import (
+    Loop,
+    Step,
+    compare_two_calls,
+    evaluate_in_between,
+    go_back_late,
+    go_back_twice,
+    make_batches,
+    train_once,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +73,41 @@ def test_fixed_shapes(more: dict[str, Any]) -> None:
     assert on.run_and_list() == expected
     assert on.losses == off.losses
     assert count(on) == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "more"),
+    [
+        (train_once, {}), (train_once, {"compile": True}), (compare_two_calls, {}),
+        (go_back_twice, {}), (evaluate_in_between, {}), (go_back_late, {"compile": True}),
+    ],
+)  # fmt: skip
+def test_an_own_loop(step: Step, more: dict[str, Any]) -> None:
+    """It keeps what the model returned with its graph until the next step."""
+    more = {"mixed_precision": "bf16", **more}
+    losses = []
+    for mode in ("off", "auto"):
+        loop = Loop(make_gpt2(), None, cuda_graph=mode, **more)
+        torch.manual_seed(3)
+        for batch in make_batches(make_texts(64)):
+            step(loop, move_to_device(batch, loop.engine.device))
+        losses.append(loop.losses)
+    assert losses[0] == losses[1]
+    assert isinstance(loop.pieces, BlockGraphs)
+    assert loop.pieces.problem is None
+    assert loop.pieces.count == 1
+
+
+def test_an_own_loop_around_a_classifier() -> None:
+    losses = []
+    for mode in ("off", "auto"):
+        loop = Loop(make_bert(0.0), None, cuda_graph=mode, mixed_precision="bf16")
+        for batch in make_batches(make_rows(64)):
+            train_once(loop, move_to_device(batch, loop.engine.device))
+        losses.append(loop.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert isinstance(loop.pieces, ModelGraphs)
+    assert loop.pieces.count
 
 
 class Twice(Counting):

@@ -19,6 +19,7 @@ from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.accel.cuda_graph.passes import HostNumbers
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_modules import get_compiled_call
+from rapidformer.engine import RapidformerEngine
 from tests.training import test_cuda_graph as whole
 from tests.training.test_cuda_graph import (
     Rows,
@@ -62,6 +63,18 @@ class Again:
         return first, replay
 
 
+def use_stand_in(engine: RapidformerEngine, model: Any, capture: Any) -> None:
+    """Let an engine record with it."""
+    prove_filling(model, engine.model.parallelized.plan, None)
+    engine.updates.graphs = GraphedPasses(
+        model, engine.model.parameters, engine.device, capture,
+        engine.updates.weights.count_labels,
+        is_asked=False, is_16_bit=False, compiles=False, work=None,
+        topology=engine.runtime.topology, exchange=None,
+        blocks=engine.model.parallelized.plan.get_blocks(model),
+    )  # fmt: skip
+
+
 class Counting(whole.Run):
     """Counts its steps in Python, which a replay would leave out."""
 
@@ -76,15 +89,7 @@ class Counting(whole.Run):
     def compose(self) -> Any:
         model = super().compose()
         if self._stand_in is not None:
-            engine = self.engine
-            prove_filling(model, engine.model.parallelized.plan, None)
-            engine.updates.graphs = GraphedPasses(
-                model, engine.model.parameters, engine.device, self._stand_in,
-                engine.updates.weights.count_labels,
-                is_asked=False, is_16_bit=False, compiles=False, work=None,
-                topology=engine.runtime.topology, exchange=None,
-                blocks=engine.model.parallelized.plan.get_blocks(model),
-            )  # fmt: skip
+            use_stand_in(self.engine, model, self._stand_in)
         return model
 
     @property

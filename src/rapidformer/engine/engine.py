@@ -170,6 +170,7 @@ class RapidformerEngine:
         )  # fmt: skip
         get_observer().after_compose(self)
         if is_own_loop:
+            get_logger().info("switches  %s", "; ".join(self.model.parallelized.switches))
             self.data.say_batch()
         if is_own_loop and self.updates.has_own_parts and self.updates.clip_grad > 0:
             get_logger().info(

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
+from rapidformer.accel.cuda_graph.own_loop import OwnLoop
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.pipeline.pipeline import Pipeline
@@ -80,6 +81,7 @@ class Updates:
         self._passes: BackwardPasses | None = None
         self._replay: Replay | None = None
         self._compiles_update = False
+        self._own_loop: OwnLoop | None = None
 
     def start(
         self,
@@ -155,6 +157,13 @@ class Updates:
         result = self.weights.weigh(loss, weight, micro_batch)
         ends_update = bool(micro_batch and micro_batch.must_end)
         passes.run(result, micro_batch, ends_update=ends_update, retain_graph=retain_graph)
+        self._follow_own_loop(passes)
+
+    def _follow_own_loop(self, passes: BackwardPasses) -> None:
+        if self._own_loop is None and self.graphs is not None:
+            self._own_loop = OwnLoop(passes.parallelized.model, self.graphs)
+        if self._own_loop is not None:
+            self._own_loop.end_pass()
 
     def backward_with(
         self,
@@ -185,6 +194,9 @@ class Updates:
             ]
             scaled = scale_loss(join(loss), result.weight / unit, 1.0)
             scaled.backward(retain_graph=retain_graph)
+        for updates in together:
+            if updates._own_loop is not None:
+                updates._own_loop.end_pass()
         return [updates for updates, reached in zip(together, joined, strict=True) if reached]
 
     def backward_within(self, loss: torch.Tensor) -> None:
@@ -332,8 +344,10 @@ class Updates:
 
     def close(self) -> None:
         """Let go of model, optimizer and graphs."""
+        if self._own_loop is not None:
+            self._own_loop.close()
         if self.graphs is not None:
             self.graphs.close()
-        self.graphs = self._replay = self._passes = None
+        self._own_loop = self.graphs = self._replay = self._passes = None
         self.optimizer = self.lr_scheduler = None
         self.clock.guard = self.clock.keeper = self.clock.on_bad_update = None

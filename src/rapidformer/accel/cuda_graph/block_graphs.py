@@ -47,6 +47,8 @@ from rapidformer.compat.torch_modules import (
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.overlay import find_fact
 
+_MOST_CALLS = 8
+"""How many calls of a block in one forward pass are recorded."""
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
@@ -177,9 +179,10 @@ class BlockGraphs:
         self._calls_before = []
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Inside, the forward pass of a micro-batch runs, which a backward pass follows."""
-        self.begin()
+    def passing(self, *, begins: bool = True) -> Iterator[None]:
+        """Inside, the forward pass of a micro-batch runs or goes on; a backward pass follows."""
+        if begins:
+            self.begin()
         self._is_running = self.problem is None
         try:
             yield
@@ -278,6 +281,8 @@ class BlockGraphs:
         self.calls[block] += 1
         key = (block, self.calls[block], call.form, self._described)
         if current.notes is not None:
+            if self.calls[block] > _MOST_CALLS:
+                return run(*args, **kwargs)
             return current.notes.run(key, block, run, call)
         found = current.find(key)
         if found is None:

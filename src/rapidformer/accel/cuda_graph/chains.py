@@ -99,7 +99,7 @@ class Chain:
     def __init__(self, calls: Sequence[NotedCall]) -> None:
         self.calls = calls
         self.key, self.static = calls[0].key, calls[0].static
-        self.blocks = [call.block for call in calls]
+        self.modules = self.blocks = [call.block for call in calls]
         self.parameters = [
             parameter
             for parameter in nn.ModuleList(self.blocks).parameters()

@@ -65,6 +65,9 @@ _MOST_WORK = 5e13
 """Operations of a micro-batch above which a GPU is busy for so long that launches do not matter."""
 
 
+LONG = "its steps are long, so launching kernels costs little"
+
+
 class LongStepsError(NotRepeatableError):
     """Graphs would be of no use."""
 
@@ -162,6 +165,17 @@ class GraphedPasses:
         if outcome is None and self.placed is not None and not self._has_ended:
             self.placed.use()
         return outcome
+
+    def keep_to_pieces(self, problem: str) -> ModelGraphs | BlockGraphs | None:
+        """Replay no whole step from now on; what replays its parts, None if nothing may."""
+        if self.problem is None and self._blocks:
+            self.problem = problem
+            self._drop()
+            removal = find_fact(self._model, Removal)
+            if removal is not None:
+                removal.stop_yielding()
+            self._start_pieces()
+        return self.in_pieces
 
     def sum_gradients(self, outcome: Outcome) -> list[Tensor | None] | None:
         """The sums over all ranks, in the order of ``finishing.parameters``; None: there is one."""
@@ -383,10 +397,14 @@ class GraphedPasses:
             return
         info = update[0].info
         slots = info.slots or info.rows  # images have no tokens to count
-        work = self._work
-        if work and work.count(tokens=slots, targets=slots, rows=info.rows) > _MOST_WORK:
-            raise LongStepsError("its steps are long, so launching kernels costs little")
+        if self.is_long(slots, info.rows):
+            raise LongStepsError(LONG)
         self._code.check_effects()
+
+    def is_long(self, slots: int, rows: int) -> bool:
+        """Whether the passes of a micro-batch take so long that launches do not matter."""
+        work = self._work
+        return bool(work and work.count(tokens=slots, targets=slots, rows=rows) > _MOST_WORK)
 
     def _give_up(self, problem: str, *, in_pieces: bool) -> None:
         self.problem = problem
@@ -394,7 +412,10 @@ class GraphedPasses:
         if self._is_asked:
             raise ConfigurationError(f"--cuda-graph on: {problem}. Leave the flag out.")
         if in_pieces and self._blocks:
-            self._in_pieces = ModelGraphs(
-                self._model, self._parameters, self._device, self._capture,
-                is_16_bit=self._is_16_bit, compiles=self._compiles,
-            )  # fmt: skip
+            self._start_pieces()
+
+    def _start_pieces(self) -> None:
+        self._in_pieces = ModelGraphs(
+            self._model, self._parameters, self._device, self._capture,
+            is_16_bit=self._is_16_bit, compiles=self._compiles,
+        )  # fmt: skip

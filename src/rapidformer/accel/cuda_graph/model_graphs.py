@@ -81,10 +81,10 @@ class ModelPasses:
     """A model on inputs of one size, in the precision that it is called in."""
 
     def __init__(
-        self, run: Callable[..., Any], static: _Batch, parameters: Sequence[nn.Parameter],
-        device: torch.device,
+        self, model: nn.Module, run: Callable[..., Any], static: _Batch,
+        parameters: Sequence[nn.Parameter], device: torch.device,
     ) -> None:  # fmt: skip
-        self.static, self.parameters, self._run = static, parameters, run
+        self.modules, self.static, self.parameters, self._run = [model], static, parameters, run
         self._enter_mode, self._promises = note_mode(device), reads_no_padding()
 
     def run(self, **kwargs: Any) -> Any:
@@ -216,9 +216,10 @@ class ModelGraphs:
             remove(self.model, "replay")
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Inside, the forward pass of a micro-batch runs, which a backward pass follows."""
-        self.begin()
+    def passing(self, *, begins: bool = True) -> Iterator[None]:
+        """Inside, the forward pass of a micro-batch runs or goes on; a backward pass follows."""
+        if begins:
+            self.begin()
         self._is_running = self.problem is None
         try:
             yield
@@ -344,7 +345,7 @@ class ModelGraphs:
 
     def _record(self, inputs: Inputs) -> Recorded:
         static, before = _Batch(inputs, self.device), self._take_snapshot()
-        passes = ModelPasses(self._run, static, self.parameters, self.device)
+        passes = ModelPasses(self.model, self._run, static, self.parameters, self.device)
         try:
             return self.record(passes, before)
         except Exception as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+from rapidformer.compat.torch_modules import get_tables
 from rapidformer.compat.torch_tensors import copy_all, cut_like
 
 _ALIGNMENT = 128
@@ -91,7 +92,49 @@ class Recordable(Protocol):
     def static(self) -> Static: ...
     @property
     def parameters(self) -> Sequence[nn.Parameter]: ...
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Whose parameters these are."""
+
     def run(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class _StandIns:
+    """Parameters that take the place of the real ones in recordings, with the same memory.
+
+    A loss that a script keeps may hold autograd's nodes of the real ones. These belong to another
+    stream than recordings, and would end them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = [_stand_in(parameter) for parameter in parameters]
+        known = dict(zip(map(id, parameters), self.parameters, strict=True))
+        inside = itertools.chain.from_iterable(module.modules() for module in modules)
+        self._places = [
+            (table, name, real, known[id(real)])
+            for table, _ in map(get_tables, inside)
+            for name, real in table.items()
+            if id(real) in known
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, modules compute with them."""
+        for table, name, _, other in self._places:
+            table[name] = other
+        try:
+            yield
+        finally:
+            for table, name, real, _ in self._places:
+                table[name] = real
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    other = nn.Parameter(parameter.detach(), parameter.requires_grad)
+    vars(other).update(vars(parameter))  # facts
+    return other
 
 
 @dataclass(frozen=True)
@@ -120,6 +163,7 @@ class RecordedBlock:
         self.parameters = chain.parameters
         if not all(parameter.numel() for parameter in chain.parameters):
             raise NotRepeatableError("a parameter is empty")
+        self._stand_ins = _StandIns(chain.modules, chain.parameters)
         self._layout = _Layout(chain.parameters)
         self._memory = memory.reserve(self._layout)
         self._live: list[Tensor] = []
@@ -148,7 +192,8 @@ class RecordedBlock:
         self._rehearsed: list[Tensor | None] = rehearsed[1]
 
     def _run_forward(self) -> list[Tensor]:
-        output = self._chain.run(*self._static.args, **self._static.kwargs)
+        with self._stand_ins.in_place():
+            output = self._chain.run(*self._static.args, **self._static.kwargs)
         self._live = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self.is_trained = [tensor.requires_grad for tensor in self._live]
         numbers = itertools.count()
@@ -167,7 +212,7 @@ class RecordedBlock:
     def _differentiate(self, number: int | None = None) -> list[Tensor | None]:
         """The gradients of all outputs, or of one of them alone."""
         outputs = [tensor for tensor in self._live if tensor.requires_grad]
-        wanted = [*self._static.trained, *self.parameters]
+        wanted = [*self._static.trained, *self._stand_ins.parameters]
         some = slice(None) if number is None else slice(number, number + 1)
         found: Any = torch.autograd.grad(
             outputs[some], wanted, self._gradients[some], allow_unused=True,
@@ -181,12 +226,26 @@ class RecordedBlock:
         self._gradients = [torch.randn_like(each) for each in self._live if each.requires_grad]
         if not self._gradients:
             raise NotRepeatableError("none of its outputs has a gradient")
+        self._check_reached()
         count = len(self._gradients)
         self._reached = [
             [gradient is not None for gradient in self._differentiate(number)]
             for number in range(count if count > 1 else 0)
         ]
         return outputs, self._differentiate()
+
+    def _check_reached(self) -> None:
+        """Raises if modules keep a parameter elsewhere, too: its gradient would be missing."""
+        pairs = zip(self.parameters, self._stand_ins.parameters, strict=True)
+        replaced = [real for real, other in pairs if real is not other]
+        if not replaced:
+            return
+        outputs = [tensor for tensor in self._live if tensor.requires_grad]
+        found = torch.autograd.grad(
+            outputs, replaced, self._gradients, allow_unused=True, retain_graph=True
+        )
+        if any(gradient is not None for gradient in found):
+            raise NotRepeatableError("a module keeps a parameter where torch does not look")
 
     def record_backward(self) -> None:
         """Record the backward pass."""

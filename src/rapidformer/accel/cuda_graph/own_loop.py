@@ -1,0 +1,101 @@
+"""Replay the model in a script's own loop: its passes, or else its blocks.
+
+Such a loop calls the model where it likes, and calls ``engine.backward``: all calls between two
+backward passes count as one forward pass. Whole steps are never replayed, since the loop's code is
+not known.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rapidformer.accel.cuda_graph.graphs import LONG, GraphedPasses
+from rapidformer.data.nested import iterate_tensors
+from rapidformer.log import say_once
+from rapidformer.overlay import extend, list_layers, remove
+
+_PROBLEM = "the loop around the model is your own"
+
+
+def _build_passing(reference: weakref.ref[OwnLoop], cls: Any) -> dict[str, Any]:
+    """The members of the overlay. A copy of the model has them, too: it must keep nothing alive."""
+
+    @functools.wraps(cls.forward)  # trainers read the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        loop = reference()
+        run: Callable[..., Any] = functools.partial(cls.forward, self)
+        if loop is None or not loop.is_followed(self):
+            return run(*args, **kwargs)
+        with loop.passing((args, kwargs)):
+            return run(*args, **kwargs)
+
+    return {"forward": forward}
+
+
+class OwnLoop:
+    """Tells the graphs of a model when a forward pass begins and ends."""
+
+    def __init__(self, model: nn.Module, graphs: GraphedPasses) -> None:
+        self._model, self._graphs = model, graphs
+        self._is_training, self._is_over, self._is_inside = model.training, True, False
+        self._has_begun = self._is_said = False
+        if graphs.keep_to_pieces(_PROBLEM) is not None:
+            extend(model, "passes", functools.partial(_build_passing, weakref.ref(self)))
+
+    def is_followed(self, called: nn.Module) -> bool:
+        """Whether a call may be replayed: it trains the model itself, not a copy."""
+        is_same = called is self._model and called.training == self._is_training
+        return is_same and torch.is_grad_enabled() and not self._is_inside
+
+    @contextmanager
+    def passing(self, inputs: Any) -> Iterator[None]:
+        """Inside, the loop has called the model."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._check_size(inputs)
+        pieces = self._graphs.in_pieces
+        if pieces is None or pieces.problem is not None:
+            yield
+            return
+        begins, self._is_over = self._is_over, False
+        self._is_inside = True
+        try:
+            with pieces.passing(begins=begins):
+                yield
+        finally:
+            self._is_inside = False
+
+    def _check_size(self, inputs: Any) -> None:
+        tensors = [tensor for tensor in iterate_tensors(inputs) if tensor.dim()]
+        rows = len(tensors[0]) if tensors else 0
+        slots = max((t.numel() for t in tensors if not t.is_floating_point()), default=rows)
+        pieces = self._graphs.in_pieces
+        if pieces is not None and self._graphs.is_long(slots, rows):
+            pieces.give_up(LONG)
+            if (blocks := self._graphs.in_pieces) is not None:
+                blocks.give_up(LONG)
+
+    def end_pass(self) -> None:
+        """A backward pass has run: the next call begins another forward pass."""
+        self._is_over = True
+        pieces = self._graphs.in_pieces
+        if pieces is None or self._is_said:
+            return
+        if pieces.problem is not None:
+            say_once(f"graphs    passes are not replayed as CUDA graphs: {pieces.problem}")
+            self._is_said = True
+        elif pieces.count:
+            say_once(f"graphs    {pieces.description} are replayed as CUDA graphs from now on")
+            self._is_said = True
+
+    def close(self) -> None:
+        """Let the model run as it did before."""
+        if "passes" in list_layers(self._model):
+            remove(self._model, "passes")

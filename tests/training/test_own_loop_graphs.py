@@ -1,0 +1,177 @@
+"""Models that are replayed in a script's own loop, without a GPU: a stand-in runs them again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from rapidformer import RapidformerEngine
+from rapidformer.accel.cuda_graph import graphs as whole_steps
+from rapidformer.accel.cuda_graph import recorded_block
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
+from rapidformer.data.collate import PadCollator
+from rapidformer.models.work import ModelWork
+from rapidformer.overlay import list_layers
+from tests.training.test_block_graphs import Again, use_stand_in
+from tests.training.test_cuda_graph import make_bert, make_gpt2, make_rows, make_texts
+
+Step = Callable[["Loop", Any], None]
+
+
+class Loop:
+    """Five lines of a user's own."""
+
+    def __init__(self, model: Any, capture: Any, **settings: Any) -> None:
+        self.engine = RapidformerEngine(args={"micro_batch_size": 4, **settings})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer, _ = self.engine.compose(model, optimizer)
+        self.model.train()
+        if capture is not None:
+            use_stand_in(self.engine, self.model, capture)
+        self.losses: list[float] = []
+        self.kept: list[Any] = []
+
+    def update(self, loss: Any) -> None:
+        self.engine.backward(loss)
+        self.losses.append(loss.item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    @property
+    def pieces(self) -> ModelGraphs | BlockGraphs:
+        graphs = self.engine.updates.graphs
+        assert graphs is not None
+        assert graphs.in_pieces is not None
+        return graphs.in_pieces
+
+
+def train_once(loop: Loop, batch: Any) -> None:
+    """All that the model returns is kept until the next step, as in most scripts."""
+    loop.kept = [loop.model(**batch)]
+    loop.update(loop.kept[0].loss)
+
+
+def compare_two_calls(loop: Loop, batch: Any) -> None:
+    first, second = loop.model(**batch), loop.model(**batch)
+    loop.update(first.loss + (first.logits - second.logits).square().mean())
+
+
+def go_back_twice(loop: Loop, batch: Any) -> None:
+    """A gradient of one part of the loss first, then of all."""
+    outputs = loop.model(**batch)
+    weight = loop.model.get_output_embeddings()
+    head = next((weight if weight is not None else loop.model.classifier).parameters())
+    (slope,) = torch.autograd.grad(outputs.loss, head, retain_graph=True)
+    loop.update(outputs.loss * slope.norm().detach())
+
+
+def evaluate_in_between(loop: Loop, batch: Any) -> None:
+    """With gradients, in either mode: nobody has said no_grad()."""
+    train_once(loop, batch)
+    for is_training in (False, True):
+        loop.model.train(is_training)
+        loop.losses += [loop.model(**batch).loss.item() for _ in range(12)]
+
+
+def go_back_late(loop: Loop, batch: Any) -> None:
+    """The loss of one step is used in the next."""
+    loop.kept.append(loop.model(**batch).loss)
+    if len(loop.kept) == 2:
+        loop.update(sum(loop.kept))
+        loop.kept = []
+
+
+def make_batches(rows: list[dict[str, Any]]) -> Iterator[Any]:
+    collate = PadCollator()
+    for start in range(0, len(rows), 4):
+        yield collate(rows[start : start + 4])
+
+
+def run(step: Step, model: Any, rows: list[Any], capture: Any, **settings: Any) -> Loop:
+    loop = Loop(model, capture, **settings)
+    torch.manual_seed(3)
+    for batch in make_batches(rows):
+        step(loop, batch)
+    return loop
+
+
+def assert_same(mine: Loop, theirs: Loop, limit: float = 0.0) -> None:
+    assert mine.losses == pytest.approx(theirs.losses, rel=limit, abs=0.0)
+    pairs = zip(mine.model.parameters(), theirs.model.parameters(), strict=True)
+    assert all(torch.allclose(a, b, limit, limit) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "step", [train_once, compare_two_calls, go_back_twice, evaluate_in_between, go_back_late]
+)
+def test_an_own_loop_is_replayed(step: Step) -> None:
+    """Losses and weights with dropout, bit by bit."""
+    plain = run(step, make_gpt2(), make_texts(64), None)
+    capture = Again()
+    replayed = run(step, make_gpt2(), make_texts(64), capture)
+    assert isinstance(replayed.pieces, BlockGraphs)
+    assert replayed.pieces.problem is None
+    assert capture.replayed > capture.recorded > 0
+    assert_same(replayed, plain)
+
+
+def test_a_classifier_is_replayed_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    plain = run(train_once, make_bert(0.0), make_rows(32, longest=60), None, dynamic_shape="off")
+    with caplog.at_level("INFO"):
+        replayed = run(train_once, make_bert(0.0), make_rows(32, longest=60), Again())
+    assert isinstance(replayed.pieces, ModelGraphs)
+    assert replayed.pieces.count
+    assert "graphs    the model's passes are replayed as CUDA graphs from now on" in caplog.text
+    assert_same(replayed, plain, 1e-4)
+
+
+def test_updates_of_several_micro_batches() -> None:
+    more = {"gradient_accumulation_steps": 2}
+    plain = run(train_once, make_gpt2(), make_texts(32), None, **more)
+    capture = Again()
+    assert_same(run(train_once, make_gpt2(), make_texts(32), capture, **more), plain)
+    assert capture.replayed
+
+
+def test_a_copy_is_not_replayed_and_closing_takes_everything_off() -> None:
+    plain = type(make_gpt2())
+    loop = run(train_once, make_gpt2(), make_texts(16), Again())
+    assert "passes" in list_layers(loop.model)
+    batch = next(make_batches(make_texts(4)))
+    twin, calls = copy.deepcopy(loop.model), loop.pieces.calls.copy()
+    twin(**batch).loss.backward()
+    assert loop.pieces.calls == calls
+    loop.engine.close()
+    assert type(loop.model) is plain
+
+
+def test_long_steps_are_left_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_steps, "_MOST_WORK", 1.0)
+    capture = Again()
+    loop = Loop(make_gpt2(), capture)
+    assert loop.engine.updates.graphs is not None
+    loop.engine.updates.graphs._work = ModelWork(per_token=1.0)
+    with caplog.at_level("INFO"):
+        for batch in make_batches(make_texts(16)):
+            train_once(loop, batch)
+    assert not capture.recorded
+    assert "passes are not replayed as CUDA graphs: its steps are long" in caplog.text
+
+
+def test_a_parameter_that_a_module_keeps_elsewhere_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A recording would have no gradient of it."""
+    plain = run(train_once, make_gpt2(), make_texts(32), None)
+    monkeypatch.setattr(recorded_block._StandIns, "in_place", lambda self: nullcontext())
+    replayed = run(train_once, make_gpt2(), make_texts(32), Again())
+    assert_same(replayed, plain)
+    assert replayed.pieces.problem == "a module keeps a parameter where torch does not look"
