@@ -15,11 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import rapidformer
 from rapidformer import RapidformerEngine
 from rapidformer.checkpoint.exporting import plain_process, proof
+from rapidformer.checkpoint.saving import describe_model
 from rapidformer.errors import CheckpointError, ConfigurationError, ModelError
 from rapidformer.models import GPTForCausalLM
 from tests.models.gpt.small import EXPERTS, MODERN, make_config, make_tokens
@@ -353,6 +360,19 @@ def test_classifier_keeps_its_tokenizer(tmp_path: Path) -> None:
     found = rapidformer.export(tmp_path / "model", tmp_path / "out", dtype="fp16")
     assert found.changes is None and found.proof and found.proof.relative < 0.02
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_tokenizer_is_saved_as_it_was_loaded(tmp_path: Path) -> None:
+    """Not with the length to which its last call has cut: others would cut there, too."""
+    make_model_folder(tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer(["a text", "another one"], truncation=True, max_length=8, padding=True)
+    describe_model(model, tokenizer, tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "tokenizer.json").read_text())
+    assert saved["truncation"] is saved["padding"] is None
+    assert tokenizer.backend_tokenizer.truncation["max_length"] == 8
+    assert tokenizer.backend_tokenizer.padding is not None
 
 
 def test_model_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:

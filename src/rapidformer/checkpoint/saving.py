@@ -65,6 +65,7 @@ from rapidformer.models.adapter_folder import name_config, to_absolute
 from rapidformer.models.adapters import find_adapter
 from rapidformer.models.location import DESCRIPTION
 from rapidformer.models.plan import find_tied
+from rapidformer.models.processor_files import without_last_call
 
 _STATE = "state"
 _Written = tuple[Index, dict[str, Digest]]
@@ -326,7 +327,8 @@ def describe_model(model: Any, processor: Any, folder: Path) -> None:
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
         if hasattr(processor, "save_pretrained"):
-            processor.save_pretrained(folder)
+            with without_last_call(processor):
+                processor.save_pretrained(folder)
         if adapter is not None:
             adapter.config.save_pretrained(str(folder / ADAPTER))
     base = adapter.base if adapter else getattr(model, "name_or_path", None)

@@ -5,6 +5,8 @@ These files are kept as they are. To load a processor would need packages that t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,24 @@ class TokenizerWithFiles:
         self.tokenizer.save_pretrained(folder)
         for name, content in self.files.items():
             (Path(folder) / name).write_bytes(content)
+
+
+@contextmanager
+def without_last_call(processor: Any) -> Iterator[None]:
+    """Inside, a tokenizer neither cuts nor pads: its file would say how it was called last."""
+    backend = getattr(getattr(processor, "tokenizer", processor), "backend_tokenizer", None)
+    truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
+    if truncation is not None:
+        backend.no_truncation()
+    if padding is not None:
+        backend.no_padding()
+    try:
+        yield
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+        if padding is not None:
+            backend.enable_padding(**padding)
 
 
 def keep_processor_files(tokenizer: Any, args: Settings) -> TokenizerWithFiles:
