@@ -39,7 +39,7 @@ class TokenizerWithFiles:
 @contextmanager
 def without_last_call(processor: Any) -> Iterator[None]:
     """Inside, a tokenizer neither cuts nor pads: its file would say how it was called last."""
-    backend = getattr(getattr(processor, "tokenizer", processor), "backend_tokenizer", None)
+    backend: Any = getattr(getattr(processor, "tokenizer", processor), "backend_tokenizer", None)
     truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
     if truncation is not None:
         backend.no_truncation()
