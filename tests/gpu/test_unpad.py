@@ -55,7 +55,7 @@ LIMITS = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 
 def build(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    model = MODELS[kind].from_config(AutoConfig.for_model(kind, **SMALL, **more))
+    model = MODELS[kind].from_config(AutoConfig.for_model(kind, **(SMALL | more)))
     return model.cuda().eval()
 
 
@@ -95,6 +95,30 @@ def test_loss_logits_and_gradients(
     found = run(model, dtype)
     assert len(used) == (0 if dtype is None else 3), "once per block"
     assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        difference = (found[name] - value).abs().max()
+        assert difference <= LIMITS[precision] * value.abs().max().clamp(min=1e-3), name
+
+
+@pytest.mark.parametrize("precision", TYPES)
+def test_values_that_are_smaller_than_queries(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latent attention of DeepSeek."""
+    sizes = {
+        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "q_lora_rank": 32,
+        "kv_lora_rank": 32, "first_k_dense_replace": 3, "num_key_value_heads": 4,
+    }  # fmt: skip
+    monkeypatch.setitem(MODELS, "deepseek_v3", AutoModelForCausalLM)
+    model, dtype, used = build("deepseek_v3", **sizes), TYPES[precision], []
+    expected = run(model, None)
+    assert apply_unpadding(model, find_plan(model), dtype) is None
+    attend = kernels.attend_with_flash
+    monkeypatch.setattr(
+        kernels, "attend_with_flash", lambda *a, **k: used.append(1) or attend(*a, **k)
+    )
+    found = run(model, dtype)
+    assert len(used) == (0 if dtype is None else 3), "once per block"
     for name, value in expected.items():
         difference = (found[name] - value).abs().max()
         assert difference <= LIMITS[precision] * value.abs().max().clamp(min=1e-3), name

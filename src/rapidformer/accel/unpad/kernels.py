@@ -61,7 +61,8 @@ class Call:
     @property
     def takes_short_rows(self) -> bool:
         """Whether the kernel for short rows can compute it, which flash attention could as well."""
-        is_known = self.query.shape[-1] in row_attention.HEADS_ON_GPU
+        size = self.query.shape[-1]
+        is_known = size in row_attention.HEADS_ON_GPU and size == self.value.shape[-1]
         return is_known and self.takes_flash and self.mask.parts.are_short
 
     def flatten(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,11 +92,11 @@ def attend(
 
 
 def takes_flash(query: Tensor, value: Tensor, largest_head: int) -> bool:
-    """Whether flash attention takes this dtype and head size, which values must share."""
+    """Whether flash attention takes this dtype and head size; values may be padded to it."""
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False
     size = query.shape[-1]
-    return value.shape[-1] == size and size % 8 == 0 and size <= largest_head
+    return value.shape[-1] <= size and size % 8 == 0 and size <= largest_head
 
 
 def _cast(tensor: Tensor) -> Tensor:
@@ -118,12 +119,16 @@ def _attend_with_operator(call: Call) -> Tensor:
 
 def _attend_with_flash(call: Call) -> Tensor:
     """Flash attention, which takes rows of different lengths."""
-    parts = call.mask.parts
+    parts, (query, key, value) = call.mask.parts, call.flatten()
+    size, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if missing:  # zeros in values come back as zeros
+        value = functional.pad(value, (0, missing))
     assert parts.window is not None
-    return attend_with_flash(
-        *call.flatten(), (parts.ends, parts.key_ends), (parts.longest, parts.longest_key),
+    output = attend_with_flash(
+        query, key, value, (parts.ends, parts.key_ends), (parts.longest, parts.longest_key),
         dropout=call.dropout, window=parts.window, scale=call.scaling,
     )[None]  # fmt: skip
+    return output[..., :size] if missing else output
 
 
 def _attend_row_by_row(call: Call) -> Tensor:
