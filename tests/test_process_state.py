@@ -171,9 +171,15 @@ def iterate_members() -> Iterator[tuple[str, Any]]:
                 yield from ((f"{name}.{key}.{k}", member) for k, member in vars(value).items())
 
 
+CALLED = {FunctionType, staticmethod, classmethod, property, functools.partial}
+"""Types of what has code."""
+
+
 def find_code(value: Any) -> CodeType | None:
     """The code of a function, also as a member of a class."""
     kind = type(value)
+    if kind not in CALLED:
+        return None
     if kind in (staticmethod, classmethod):
         value = value.__func__
     elif kind is property:
@@ -205,13 +211,17 @@ def list_changed_code(before: dict[str, Any]) -> list[str]:
 
 def find_ours() -> list[str]:
     """What of ours is in other libraries' modules and classes, or in tables that they hold."""
-    found = []
+    found, seen = [], set()
     for name, value in iterate_members():
+        found += [(name, value)] if is_ours(value) else []
         tables = [value] if issubclass(type(value), (dict, list, set)) else _list_tables(value)
-        entries = (pair for table in tables for pair in _list_entries(table))
-        pairs = [(name, value), *((f"{name}[{key}]", entry) for key, entry in entries)]
-        found += [f"{place} is {each!r}" for place, each in pairs if is_ours(each)]
-    return [each for each in found if not any(name in each for name in REGISTERED)]
+        for table in tables:
+            if id(table) not in seen:  # most are members of several modules
+                seen.add(id(table))
+                entries = _list_entries(table)
+                found += [(f"{name}[{key}]", entry) for key, entry in entries if is_ours(entry)]
+    places = [f"{place} is {each!r}" for place, each in found]
+    return [each for each in places if not any(name in each for name in REGISTERED)]
 
 
 def _list_tables(value: Any) -> list[Any]:
@@ -234,11 +244,17 @@ def _list_entries(table: Any) -> list[tuple[Any, Any]]:
 
 
 def is_ours(value: Any) -> bool:
-    members = (value.fget, value.fset) if type(value) is property else (value,)
-    codes = [code for code in map(find_code, members) if code is not None]
-    if codes:
-        return any(code.co_filename.startswith(OURS) for code in codes)
-    kind = value if issubclass(type(value), type) else type(value)
+    kind = type(value)
+    if kind in CALLED:
+        members = (value.fget, value.fset) if kind is property else (value,)
+        codes = [code for code in map(find_code, members) if code is not None]
+        if codes:
+            return any(code.co_filename.startswith(OURS) for code in codes)
+    return _is_class_ours(value if issubclass(kind, type) else kind)
+
+
+@functools.cache
+def _is_class_ours(kind: type) -> bool:
     return _get_library(kind) == "rapidformer"
 
 

@@ -219,7 +219,9 @@ def list_kept(
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    graph = make_fx(join, decomposition_table=select_decomp_table())(primals, tangents)
+    # One mode for the whole trace: otherwise each result gets its own, with the stack of the call.
+    trace = make_fx(join, decomposition_table=select_decomp_table(), tracing_mode="fake")
+    graph = trace(primals, tangents)
     graph.graph.eliminate_dead_code()
     with config.patch(ban_recompute_materialized_backward=False):
         forward, _ = min_cut_rematerialization_partition(graph, (), num_fwd_outputs=1)

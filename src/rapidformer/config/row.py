@@ -6,7 +6,7 @@ lines, ``verify``, ``explain`` and the docs' tables follow from it: no module ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -250,18 +250,17 @@ class Switch:
         """Whether the settings turn it on, or do not turn it off."""
         if not self.turned_on_by:
             return self.word not in (args.without or ())
-        off = self.get_off_values()
-        values = {name: getattr(args, name) for name in self.turned_on_by}
         if self.on_values:
-            return any(value in self.on_values for value in values.values())
-        return any(value != off[name] for name, value in values.items())
+            return any(getattr(args, name) in self.on_values for name in self.turned_on_by)
+        return any(getattr(args, name) != self._get_off_value(name) for name in self.turned_on_by)
 
     def is_asked(self, args: Settings) -> bool:
         """Whether the user insists: it is refused, not left off, if it cannot be applied."""
-        off = self.get_off_values()
+        if not self.is_on(args):
+            return False
         can_choose = any(get_settings()[name].default == AUTO for name in self.turned_on_by)
-        return self.is_on(args) and any(
-            getattr(args, name) not in (off[name], *[AUTO] * can_choose)
+        return any(
+            getattr(args, name) not in (self._get_off_value(name), *[AUTO] * can_choose)
             for name in self.turned_on_by
         )
 
@@ -316,16 +315,13 @@ class Switch:
 
     def _find_excluding(self, args: Settings, situation: Situation) -> Obstacle | None:
         """Another row that excludes this one and was asked for."""
-        for other in _ROWS.values():
-            for rule in other.excludes if other.is_asked(args) else ():
-                if other._excludes(self, rule, args, situation):
-                    return Obstacle(f"{_EXCLUDED}{other.describe(args)}: {rule.reason}")
+        for other, rule in _list_excluding(self.name):
+            if other.is_asked(args) and other._excludes(self, rule, args, situation):
+                return Obstacle(f"{_EXCLUDED}{other.describe(args)}: {rule.reason}")
         return None
 
     def _excludes(self, row: Switch, rule: Rule, args: Settings, situation: Situation) -> bool:
         """Whether this row stays and the other one cannot, if that was on, too."""
-        if row.name not in (rule.switch, rule.beside) or rule.if_asked != "refused":
-            return False
         rest = [get_switch(n) for n in (rule.switch, rule.beside) if n not in ("", row.name)]
         alone = tuple(each for each in self.excludes if not each.switch)
         return (
@@ -362,7 +358,10 @@ class Switch:
 
     def get_off_values(self) -> dict[str, Any]:
         """The settings that turn it off."""
-        return {name: get_settings()[name].default for name in self.settings} | dict(self.off)
+        return {name: self._get_off_value(name) for name in self.settings}
+
+    def _get_off_value(self, name: str) -> Any:
+        return self.off[name] if name in self.off else get_settings()[name].default
 
     def describe(self, args: Settings | None = None) -> str:
         """Its flag: the one that turned it on, or its first, with its value if it has a choice."""
@@ -395,3 +394,11 @@ def register(*rows: Switch) -> tuple[Switch, ...]:
 def get_switch(name: str) -> Switch:
     """The row of that name."""
     return _ROWS[name]
+
+
+def _list_excluding(name: str) -> Iterator[tuple[Switch, Rule]]:
+    """The rows that may stay in place of the one of that name, with the rules that say so."""
+    for other in _ROWS.values():
+        for rule in other.excludes:
+            if name in (rule.switch, rule.beside) and rule.if_asked == "refused":
+                yield other, rule

@@ -253,7 +253,7 @@ def list_blocks(groups: tuple[Blocks, ...]) -> list[Part]:
 
 
 def _is_on(row: Switch, args: Settings, situation: Situation) -> bool:
-    if row.under_deepspeed == "done by DeepSpeed":  # at the same cost
+    if args.deepspeed and row.under_deepspeed == "done by DeepSpeed":  # at the same cost
         args = args.replace("rapidformer plan", deepspeed=None)
     return row.applies(args, situation)
 
