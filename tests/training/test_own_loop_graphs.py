@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rapidformer import RapidformerEngine
 from rapidformer.accel.cuda_graph import graphs as whole_steps
@@ -175,3 +177,30 @@ def test_a_parameter_that_a_module_keeps_elsewhere_is_noticed(
     replayed = run(train_once, make_gpt2(), make_texts(32), Again())
     assert_same(replayed, plain)
     assert replayed.pieces.problem == "a module keeps a parameter where torch does not look"
+
+
+def checkpoint_blocks(loop: Loop, batch: Any) -> None:
+    """From the fourth step on, blocks run again in the backward pass."""
+    if len(loop.losses) == 3:
+        loop.model.gradient_checkpointing_enable({"use_reentrant": False})
+    train_once(loop, batch)
+
+
+def checkpoint_the_call(loop: Loop, batch: Any) -> None:
+    """All of the forward pass runs again."""
+
+    def compute(ids: Any) -> Any:
+        return loop.model(**{**batch, "input_ids": ids}).loss
+
+    loop.update(checkpoint(compute, batch["input_ids"], use_reentrant=False))
+
+
+@pytest.mark.parametrize("step", [checkpoint_blocks, checkpoint_the_call])
+@pytest.mark.parametrize("make", [make_gpt2, functools.partial(make_bert, 0.0)])
+def test_a_script_that_recomputes_is_left_alone(step: Step, make: Callable[[], Any]) -> None:
+    """A checkpoint compares what the two runs of a block have saved."""
+    texts = make_texts(32)
+    if make is not make_gpt2:
+        texts = [{"input_ids": text["input_ids"], "labels": n % 2} for n, text in enumerate(texts)]
+    plain = run(step, make(), texts, None)
+    assert_same(run(step, make(), texts, Again()), plain)

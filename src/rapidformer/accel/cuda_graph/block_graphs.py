@@ -44,6 +44,7 @@ from rapidformer.compat.torch_modules import (
     run_forward_hooks,
     set_compiled_call,
 )
+from rapidformer.compat.torch_tensors import has_saving_hooks
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.overlay import find_fact
 
@@ -217,7 +218,8 @@ class BlockGraphs:
 
     def is_replayed(self, block: nn.Module) -> bool:
         """Whether a block that is called now may be replayed."""
-        return self._is_running and torch.is_grad_enabled()
+        # A checkpoint runs the block once more, and wants the same tensors saved.
+        return self._is_running and torch.is_grad_enabled() and not has_saving_hooks()
 
     def record_all(
         self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot

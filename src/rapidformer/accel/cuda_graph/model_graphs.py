@@ -39,7 +39,7 @@ from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_modules import get_tables
-from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.compat.torch_tensors import count_changes, has_saving_hooks
 from rapidformer.data.batch import NO_BATCH, count_rows
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
@@ -261,7 +261,7 @@ class ModelGraphs:
 
     def is_replayed(self) -> bool:
         """Whether the model may be replayed if it is called now."""
-        return self._is_running and torch.is_grad_enabled()
+        return self._is_running and torch.is_grad_enabled() and not has_saving_hooks()
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call that a replay cannot replace."""
