@@ -20,7 +20,7 @@ from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.data.collate import PadCollator
 from rapidformer.models.work import ModelWork
 from rapidformer.overlay import list_layers
-from tests.training.test_block_graphs import Again, use_stand_in
+from tests.training.test_block_graphs import Again, Silent, use_stand_in
 from tests.training.test_cuda_graph import make_bert, make_gpt2, make_rows, make_texts
 
 Step = Callable[["Loop", Any], None]
@@ -204,3 +204,32 @@ def test_a_script_that_recomputes_is_left_alone(step: Step, make: Callable[[], A
         texts = [{"input_ids": text["input_ids"], "labels": n % 2} for n, text in enumerate(texts)]
     plain = run(step, make(), texts, None)
     assert_same(run(step, make(), texts, Again()), plain)
+
+
+def change_between_calls(loop: Loop, batch: Any) -> None:
+    """From the fifth step on: other weights, hidden states, or fewer blocks, in the second call."""
+    outputs, number = loop.model(**batch), len(loop.losses)
+    body, kept = loop.model.transformer, [p.data for p in loop.model.parameters()]
+    blocks, more = body.h, {}
+    if number % 4 == 1 and number > 4:
+        for parameter in loop.model.parameters():
+            parameter.data = 1.1 * parameter.data
+    elif number % 4 == 2:
+        more["output_hidden_states"] = True
+    elif number % 4 == 3:
+        body.h = blocks[:1]
+    again = loop.model(**batch, **more)
+    body.h = blocks
+    for parameter, data in zip(loop.model.parameters(), kept, strict=True):
+        parameter.data = data
+    read = [each.square().mean() for each in again.hidden_states or ()]
+    loop.update(outputs.loss + again.loss.detach() + sum(read))
+
+
+def test_what_changes_between_two_calls_of_the_model_is_seen() -> None:
+    plain = run(change_between_calls, make_gpt2(), make_texts(64), None)
+    capture = Silent()
+    replayed = run(change_between_calls, make_gpt2(), make_texts(64), capture)
+    assert_same(replayed, plain)
+    assert replayed.pieces.problem is None
+    assert capture.replayed > capture.recorded

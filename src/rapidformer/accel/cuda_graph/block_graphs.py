@@ -120,7 +120,11 @@ class BlockGraphs:
         self._all_stacks = list(dict.fromkeys(self._stacks.values()))
         self._described: Hashable = None
         """What the blocks' code depends on in this call of the model."""
+        self._kept: frozenset[str] | None = None
+        """Which outputs of blocks transformers keeps in it; None: it cannot be replayed."""
         self._places: Hashable = None
+        """Where the weights are in it."""
+        self._recorded_places: Hashable = None
         self._number = 0
         self._block_set = set(blocks)
         self._host_numbers: HostNumbers
@@ -270,13 +274,15 @@ class BlockGraphs:
         stack = self._stacks[block]
         if stack.current is None or block is stack.first:
             try:
-                self._described = describe_mode(self._device), self._code.describe()
+                self._look()
             except NotRepeatableError as problem:
                 self.give_up(str(problem))
                 return run(*args, **kwargs)
         current = stack.current
         if current is None:
             current = stack.current = self._choose(stack, call)
+        if (self._kept, self._places) != (current.kept, current.places):
+            return run(*args, **kwargs)  # changed between two calls of the model
         for other in self._all_stacks:
             if other is not stack:
                 other.end_chain()
@@ -298,26 +304,27 @@ class BlockGraphs:
         self._following = Following.start(chain, call, output, numbers)
         return output if self._following is None else chain.stand_in
 
+    def _look(self) -> None:
+        """See what this call of the model depends on; raises if nothing may be replayed."""
+        # Hooks on parameters would run twice: inside a graph, too.
+        self._code.check_hooks(self._parameters if self.learns else ())
+        self._described = describe_mode(self._device), self._code.describe()
+        self._places = hash_places(self._parameters)
+        is_whole = all(getattr(above, name) is below for above, name, below in self._ways)
+        # Otherwise, something stands in a block's place.
+        self._kept = self._code.find_kept(self._block_set) if is_whole else None
+
     def _choose(self, stack: Stack, call: BlockCall) -> StackPass:
         """The recordings of a stack for this pass, by its first block."""
-        try:
-            # Hooks on parameters would run twice: inside a graph, too.
-            self._code.check_hooks(self._parameters if self.learns else ())
-        except NotRepeatableError as problem:
-            self.give_up(str(problem))
+        if self._kept is None:
             return StackPass()
-        kept = self._code.find_kept(self._block_set)
-        if kept is None:
-            return StackPass()
-        if any(getattr(above, name) is not below for above, name, below in self._ways):
-            return StackPass()  # something stands in a block's place
-        places = hash_places(self._parameters)
-        if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
+        if self._places != self._recorded_places:  # weights were moved, frozen or unfrozen
             self._forget_recordings()
-            self._places = places
-        key = (call.form, self._described, kept)
+            self._recorded_places = self._places
+        fresh = StackPass(kept=self._kept, places=self._places)
+        key = (call.form, self._described, self._kept)
         # The first pass may still set things up.
-        return stack.choose(key, kept, self._device, call, may_record=self._number > 1)
+        return stack.choose(key, fresh, self._device, call, may_record=self._number > 1)
 
     def _forget_recordings(self) -> None:
         for stack in self._all_stacks:
