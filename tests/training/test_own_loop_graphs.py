@@ -233,3 +233,15 @@ def test_what_changes_between_two_calls_of_the_model_is_seen() -> None:
     assert_same(replayed, plain)
     assert replayed.pieces.problem is None
     assert capture.replayed > capture.recorded
+
+
+def call_compiled(loop: Loop, batch: Any) -> None:
+    """The script compiles the model that compose() has returned."""
+    if not loop.kept:
+        loop.kept.append(torch.compile(loop.model, backend="eager"))
+    loop.update(loop.kept[0](**batch).loss)
+
+
+def test_a_model_that_the_script_compiles() -> None:
+    plain = run(call_compiled, make_gpt2(dropout=0.0), make_texts(12), None)
+    assert_same(run(call_compiled, make_gpt2(dropout=0.0), make_texts(12), Again()), plain)

@@ -136,7 +136,7 @@ def _build_replayed(reference: weakref.ref[ModelGraphs], cls: Any) -> dict[str, 
 
     @functools.wraps(cls.forward)  # trainers read the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        graphs = reference()
+        graphs = None if torch.compiler.is_compiling() else reference()
         if graphs is None or self is not graphs.model:
             return cls.forward(self, *args, **kwargs)
         return graphs.call(*args, **kwargs)
