@@ -245,3 +245,16 @@ def call_compiled(loop: Loop, batch: Any) -> None:
 def test_a_model_that_the_script_compiles() -> None:
     plain = run(call_compiled, make_gpt2(dropout=0.0), make_texts(12), None)
     assert_same(run(call_compiled, make_gpt2(dropout=0.0), make_texts(12), Again()), plain)
+
+
+def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
+    """As torch does, and before a replay, which would read the new ones."""
+    capture = Again()
+    loop = run(train_once, make_gpt2(), make_texts(24), capture)
+    loss = loop.model(**next(make_batches(make_texts(4)))).loss
+    replayed = capture.replayed
+    with torch.no_grad():
+        loop.model.transformer.h[1].mlp.c_fc.weight.mul_(0.9)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loop.engine.backward(loss)
+    assert capture.replayed == replayed
