@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -258,3 +260,13 @@ def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loop.engine.backward(loss)
     assert capture.replayed == replayed
+
+
+def test_a_model_does_not_keep_the_graphs_of_an_engine_that_is_gone() -> None:
+    """``Accelerator.free_memory`` closes nothing."""
+    loop = run(train_once, make_gpt2(), make_texts(16), Again())
+    pieces, model = weakref.ref(loop.pieces), loop.model
+    del loop
+    gc.collect()
+    assert pieces() is None
+    model(**next(make_batches(make_texts(4)))).loss.backward()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,15 @@ def round_rows(model: nn.Module) -> None:
         removal.is_on = False  # a graph knows a block's arguments only
     elif removal is not None and find_filling(model).fills:
         removal.rounds_up = True
+
+
+def _call_block(
+    reference: weakref.ref[BlockGraphs], block: nn.Module, run: Callable[..., Any], /,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Replay a block, or run it. A block outlives its engine: it must keep no graphs alive."""
+    graphs = reference()
+    return run(*args, **kwargs) if graphs is None else graphs.call(block, run, args, kwargs)
 
 
 class SkippedBlocksError(NotRepeatableError):
@@ -144,7 +154,8 @@ class BlockGraphs:
             before = get_compiled_call(block)
             self._calls_before.append(before)
             run = before if before is not None else functools.partial(call_plainly, block)
-            set_compiled_call(block, functools.partial(self._call, block, run))
+            call = functools.partial(_call_block, weakref.ref(self), block, run)
+            set_compiled_call(block, call)
 
     def _find_whether_chained(self) -> bool:
         """Whether nothing but blocks touches hidden states: no pixels are added to some."""
@@ -257,7 +268,9 @@ class BlockGraphs:
             before.restore()
         set_numbers(now, self._device)
 
-    def _call(self, block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         """Replay a block, or run it."""
         if not self.is_replayed(block):
             return run(*args, **kwargs)
