@@ -270,3 +270,18 @@ def test_a_model_does_not_keep_the_graphs_of_an_engine_that_is_gone() -> None:
     gc.collect()
     assert pieces() is None
     model(**next(make_batches(make_texts(4)))).loss.backward()
+
+
+def test_a_call_that_was_replayed_before_passes_were_given_up() -> None:
+    """Recordings of blocks may have overwritten since what its backward pass needs."""
+    capture, rows = Again(), make_rows(32, longest=60)
+    loop = run(train_once, make_bert(0.0), rows, capture)
+    assert loop.pieces.count
+    batch, before = next(make_batches(rows[:4])), capture.replayed
+    loss = loop.model(**batch).loss
+    assert capture.replayed > before
+    loop.model(**batch)
+    assert isinstance(loop.pieces, BlockGraphs)
+    before = capture.replayed
+    loss.backward()
+    assert capture.replayed == before

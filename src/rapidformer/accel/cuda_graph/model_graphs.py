@@ -210,6 +210,7 @@ class ModelGraphs:
         if self.problem is not None:
             return
         self.problem, self._is_running = problem, False
+        self.end()  # recordings of blocks use the same memory
         self._recorded.clear()
         self._gradients, self.parameters = GradientMemory(self.device), []
         if "replay" in list_layers(self.model):
