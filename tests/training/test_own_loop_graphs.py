@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rapidformer import RapidformerEngine
 from rapidformer.accel.cuda_graph import graphs as whole_steps
@@ -18,7 +22,7 @@ from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.data.collate import PadCollator
 from rapidformer.models.work import ModelWork
 from rapidformer.overlay import list_layers
-from tests.training.test_block_graphs import Again, use_stand_in
+from tests.training.test_block_graphs import Again, Silent, use_stand_in
 from tests.training.test_cuda_graph import make_bert, make_gpt2, make_rows, make_texts
 
 Step = Callable[["Loop", Any], None]
@@ -175,3 +179,109 @@ def test_a_parameter_that_a_module_keeps_elsewhere_is_noticed(
     replayed = run(train_once, make_gpt2(), make_texts(32), Again())
     assert_same(replayed, plain)
     assert replayed.pieces.problem == "a module keeps a parameter where torch does not look"
+
+
+def checkpoint_blocks(loop: Loop, batch: Any) -> None:
+    """From the fourth step on, blocks run again in the backward pass."""
+    if len(loop.losses) == 3:
+        loop.model.gradient_checkpointing_enable({"use_reentrant": False})
+    train_once(loop, batch)
+
+
+def checkpoint_the_call(loop: Loop, batch: Any) -> None:
+    """All of the forward pass runs again."""
+
+    def compute(ids: Any) -> Any:
+        return loop.model(**{**batch, "input_ids": ids}).loss
+
+    loop.update(checkpoint(compute, batch["input_ids"], use_reentrant=False))
+
+
+@pytest.mark.parametrize("step", [checkpoint_blocks, checkpoint_the_call])
+@pytest.mark.parametrize("make", [make_gpt2, functools.partial(make_bert, 0.0)])
+def test_a_script_that_recomputes_is_left_alone(step: Step, make: Callable[[], Any]) -> None:
+    """A checkpoint compares what the two runs of a block have saved."""
+    texts = make_texts(32)
+    if make is not make_gpt2:
+        texts = [{"input_ids": text["input_ids"], "labels": n % 2} for n, text in enumerate(texts)]
+    plain = run(step, make(), texts, None)
+    assert_same(run(step, make(), texts, Again()), plain)
+
+
+def change_between_calls(loop: Loop, batch: Any) -> None:
+    """From the fifth step on: other weights, hidden states, or fewer blocks, in the second call."""
+    outputs, number = loop.model(**batch), len(loop.losses)
+    body, kept = loop.model.transformer, [p.data for p in loop.model.parameters()]
+    blocks, more = body.h, {}
+    if number % 4 == 1 and number > 4:
+        for parameter in loop.model.parameters():
+            parameter.data = 1.1 * parameter.data
+    elif number % 4 == 2:
+        more["output_hidden_states"] = True
+    elif number % 4 == 3:
+        body.h = blocks[:1]
+    again = loop.model(**batch, **more)
+    body.h = blocks
+    for parameter, data in zip(loop.model.parameters(), kept, strict=True):
+        parameter.data = data
+    read = [each.square().mean() for each in again.hidden_states or ()]
+    loop.update(outputs.loss + again.loss.detach() + sum(read))
+
+
+def test_what_changes_between_two_calls_of_the_model_is_seen() -> None:
+    plain = run(change_between_calls, make_gpt2(), make_texts(64), None)
+    capture = Silent()
+    replayed = run(change_between_calls, make_gpt2(), make_texts(64), capture)
+    assert_same(replayed, plain)
+    assert replayed.pieces.problem is None
+    assert capture.replayed > capture.recorded
+
+
+def call_compiled(loop: Loop, batch: Any) -> None:
+    """The script compiles the model that compose() has returned."""
+    if not loop.kept:
+        loop.kept.append(torch.compile(loop.model, backend="eager"))
+    loop.update(loop.kept[0](**batch).loss)
+
+
+def test_a_model_that_the_script_compiles() -> None:
+    plain = run(call_compiled, make_gpt2(dropout=0.0), make_texts(12), None)
+    assert_same(run(call_compiled, make_gpt2(dropout=0.0), make_texts(12), Again()), plain)
+
+
+def test_weights_that_change_before_the_backward_pass_are_refused() -> None:
+    """As torch does, and before a replay, which would read the new ones."""
+    capture = Again()
+    loop = run(train_once, make_gpt2(), make_texts(24), capture)
+    loss = loop.model(**next(make_batches(make_texts(4)))).loss
+    replayed = capture.replayed
+    with torch.no_grad():
+        loop.model.transformer.h[1].mlp.c_fc.weight.mul_(0.9)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loop.engine.backward(loss)
+    assert capture.replayed == replayed
+
+
+def test_a_model_does_not_keep_the_graphs_of_an_engine_that_is_gone() -> None:
+    """``Accelerator.free_memory`` closes nothing."""
+    loop = run(train_once, make_gpt2(), make_texts(16), Again())
+    pieces, model = weakref.ref(loop.pieces), loop.model
+    del loop
+    gc.collect()
+    assert pieces() is None
+    model(**next(make_batches(make_texts(4)))).loss.backward()
+
+
+def test_a_call_that_was_replayed_before_passes_were_given_up() -> None:
+    """Recordings of blocks may have overwritten since what its backward pass needs."""
+    capture, rows = Again(), make_rows(32, longest=60)
+    loop = run(train_once, make_bert(0.0), rows, capture)
+    assert loop.pieces.count
+    batch, before = next(make_batches(rows[:4])), capture.replayed
+    loss = loop.model(**batch).loss
+    assert capture.replayed > before
+    loop.model(**batch)
+    assert isinstance(loop.pieces, BlockGraphs)
+    before = capture.replayed
+    loss.backward()
+    assert capture.replayed == before

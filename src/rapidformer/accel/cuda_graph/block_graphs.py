@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ from rapidformer.compat.torch_modules import (
     run_forward_hooks,
     set_compiled_call,
 )
+from rapidformer.compat.torch_tensors import has_saving_hooks
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.overlay import find_fact
 
@@ -75,6 +77,15 @@ def round_rows(model: nn.Module) -> None:
         removal.is_on = False  # a graph knows a block's arguments only
     elif removal is not None and find_filling(model).fills:
         removal.rounds_up = True
+
+
+def _call_block(
+    reference: weakref.ref[BlockGraphs], block: nn.Module, run: Callable[..., Any], /,
+    *args: Any, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Replay a block, or run it. A block outlives its engine: it must keep no graphs alive."""
+    graphs = reference()
+    return run(*args, **kwargs) if graphs is None else graphs.call(block, run, args, kwargs)
 
 
 class SkippedBlocksError(NotRepeatableError):
@@ -119,7 +130,11 @@ class BlockGraphs:
         self._all_stacks = list(dict.fromkeys(self._stacks.values()))
         self._described: Hashable = None
         """What the blocks' code depends on in this call of the model."""
+        self._kept: frozenset[str] | None = None
+        """Which outputs of blocks transformers keeps in it; None: it cannot be replayed."""
         self._places: Hashable = None
+        """Where the weights are in it."""
+        self._recorded_places: Hashable = None
         self._number = 0
         self._block_set = set(blocks)
         self._host_numbers: HostNumbers
@@ -139,7 +154,8 @@ class BlockGraphs:
             before = get_compiled_call(block)
             self._calls_before.append(before)
             run = before if before is not None else functools.partial(call_plainly, block)
-            set_compiled_call(block, functools.partial(self._call, block, run))
+            call = functools.partial(_call_block, weakref.ref(self), block, run)
+            set_compiled_call(block, call)
 
     def _find_whether_chained(self) -> bool:
         """Whether nothing but blocks touches hidden states: no pixels are added to some."""
@@ -217,7 +233,8 @@ class BlockGraphs:
 
     def is_replayed(self, block: nn.Module) -> bool:
         """Whether a block that is called now may be replayed."""
-        return self._is_running and torch.is_grad_enabled()
+        # A checkpoint runs the block once more, and wants the same tensors saved.
+        return self._is_running and torch.is_grad_enabled() and not has_saving_hooks()
 
     def record_all(
         self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
@@ -251,7 +268,9 @@ class BlockGraphs:
             before.restore()
         set_numbers(now, self._device)
 
-    def _call(self, block: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self, block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         """Replay a block, or run it."""
         if not self.is_replayed(block):
             return run(*args, **kwargs)
@@ -268,13 +287,15 @@ class BlockGraphs:
         stack = self._stacks[block]
         if stack.current is None or block is stack.first:
             try:
-                self._described = describe_mode(self._device), self._code.describe()
+                self._look()
             except NotRepeatableError as problem:
                 self.give_up(str(problem))
                 return run(*args, **kwargs)
         current = stack.current
         if current is None:
             current = stack.current = self._choose(stack, call)
+        if (self._kept, self._places) != (current.kept, current.places):
+            return run(*args, **kwargs)  # changed between two calls of the model
         for other in self._all_stacks:
             if other is not stack:
                 other.end_chain()
@@ -296,26 +317,27 @@ class BlockGraphs:
         self._following = Following.start(chain, call, output, numbers)
         return output if self._following is None else chain.stand_in
 
+    def _look(self) -> None:
+        """See what this call of the model depends on; raises if nothing may be replayed."""
+        # Hooks on parameters would run twice: inside a graph, too.
+        self._code.check_hooks(self._parameters if self.learns else ())
+        self._described = describe_mode(self._device), self._code.describe()
+        self._places = hash_places(self._parameters)
+        is_whole = all(getattr(above, name) is below for above, name, below in self._ways)
+        # Otherwise, something stands in a block's place.
+        self._kept = self._code.find_kept(self._block_set) if is_whole else None
+
     def _choose(self, stack: Stack, call: BlockCall) -> StackPass:
         """The recordings of a stack for this pass, by its first block."""
-        try:
-            # Hooks on parameters would run twice: inside a graph, too.
-            self._code.check_hooks(self._parameters if self.learns else ())
-        except NotRepeatableError as problem:
-            self.give_up(str(problem))
+        if self._kept is None:
             return StackPass()
-        kept = self._code.find_kept(self._block_set)
-        if kept is None:
-            return StackPass()
-        if any(getattr(above, name) is not below for above, name, below in self._ways):
-            return StackPass()  # something stands in a block's place
-        places = hash_places(self._parameters)
-        if places != self._places:  # weights have moved in memory, or were frozen or unfrozen
+        if self._places != self._recorded_places:  # weights were moved, frozen or unfrozen
             self._forget_recordings()
-            self._places = places
-        key = (call.form, self._described, kept)
+            self._recorded_places = self._places
+        fresh = StackPass(kept=self._kept, places=self._places)
+        key = (call.form, self._described, self._kept)
         # The first pass may still set things up.
-        return stack.choose(key, kept, self._device, call, may_record=self._number > 1)
+        return stack.choose(key, fresh, self._device, call, may_record=self._number > 1)
 
     def _forget_recordings(self) -> None:
         for stack in self._all_stacks:

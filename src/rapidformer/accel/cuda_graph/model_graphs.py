@@ -39,7 +39,7 @@ from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_modules import get_tables
-from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.compat.torch_tensors import count_changes, has_saving_hooks
 from rapidformer.data.batch import NO_BATCH, count_rows
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
@@ -136,7 +136,7 @@ def _build_replayed(reference: weakref.ref[ModelGraphs], cls: Any) -> dict[str, 
 
     @functools.wraps(cls.forward)  # trainers read the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        graphs = reference()
+        graphs = None if torch.compiler.is_compiling() else reference()
         if graphs is None or self is not graphs.model:
             return cls.forward(self, *args, **kwargs)
         return graphs.call(*args, **kwargs)
@@ -210,6 +210,7 @@ class ModelGraphs:
         if self.problem is not None:
             return
         self.problem, self._is_running = problem, False
+        self.end()  # recordings of blocks use the same memory
         self._recorded.clear()
         self._gradients, self.parameters = GradientMemory(self.device), []
         if "replay" in list_layers(self.model):
@@ -261,7 +262,7 @@ class ModelGraphs:
 
     def is_replayed(self) -> bool:
         """Whether the model may be replayed if it is called now."""
-        return self._is_running and torch.is_grad_enabled()
+        return self._is_running and torch.is_grad_enabled() and not has_saving_hooks()
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call that a replay cannot replace."""

@@ -29,7 +29,8 @@ def _build_passing(reference: weakref.ref[OwnLoop], cls: Any) -> dict[str, Any]:
 
     @functools.wraps(cls.forward)  # trainers read the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        loop = reference()
+        # torch.compile cannot trace weak references.
+        loop = None if torch.compiler.is_compiling() else reference()
         run: Callable[..., Any] = functools.partial(cls.forward, self)
         if loop is None or not loop.is_followed(self):
             return run(*args, **kwargs)

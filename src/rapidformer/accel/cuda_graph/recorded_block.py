@@ -357,9 +357,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         recorded: RecordedBlock = ctx.recorded
+        assert ctx.saved_tensors  # torch looks whether something has changed them
         given = list(itertools.compress(gradients, recorded.is_trained))
         is_first, ctx.is_first = ctx.is_first, False
         if is_first and ctx.is_current() and not torch.is_grad_enabled():
             return None, None, None, *recorded.go_back(given)
-        assert ctx.saved_tensors  # torch looks whether something has changed them
         return None, None, None, *ctx.run_again(given)

@@ -46,9 +46,14 @@ class Recorded(Protocol):
 class StackPass:
     """A stack's blocks in one forward pass: noted first, then recorded together."""
 
-    def __init__(self, notes: Notes | None = None, kept: frozenset[str] = frozenset()) -> None:
-        self.notes, self.kept = notes, kept
-        """``kept``: which outputs of blocks transformers keeps."""
+    def __init__(
+        self,
+        notes: Notes | None = None,
+        kept: frozenset[str] | None = None,
+        places: Hashable = None,
+    ) -> None:
+        self.notes, self.kept, self.places = notes, kept, places
+        """``kept``: which outputs of blocks transformers keeps; ``places``: where weights are."""
         self._chains: dict[Hashable, tuple[int, Chain, Recorded]] = {}
         """By the first call of each: its place among them."""
         self._reached = -1
@@ -104,7 +109,7 @@ class Stack:
         return sum(each.is_recorded for each in self._recorded.values())
 
     def choose(
-        self, key: Hashable, kept: frozenset[str], device: torch.device, call: BlockCall,
+        self, key: Hashable, fresh: StackPass, device: torch.device, call: BlockCall,
         *, may_record: bool,
     ) -> StackPass:  # fmt: skip
         """The recordings of a pass, or notes to be recorded after it, or nothing."""
@@ -116,9 +121,10 @@ class Stack:
         is_due = call.is_rounded or is_back
         self._seen.add(hash(key))
         if not (is_due and may_record and len(self._recorded) < MOST_SIZES):
-            return StackPass()
-        self._recorded[key] = noted = StackPass(Notes(device), kept)
-        return noted
+            return fresh
+        fresh.notes = Notes(device)
+        self._recorded[key] = fresh
+        return fresh
 
     def end_pass(self) -> StackPass | None:
         """The last pass; another one begins."""
