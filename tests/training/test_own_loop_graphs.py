@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from rapidformer import RapidformerEngine
@@ -206,6 +207,22 @@ def test_a_script_that_recomputes_is_left_alone(step: Step, make: Callable[[], A
         texts = [{"input_ids": text["input_ids"], "labels": n % 2} for n, text in enumerate(texts)]
     plain = run(step, make(), texts, None)
     assert_same(run(step, make(), texts, Again()), plain)
+
+
+def compute_weights_once(loop: Loop, batch: Any) -> None:
+    with parametrize.cached():
+        loop.update(sum(loop.model(**batch).loss for _ in range(2)))
+
+
+def test_weights_that_are_computed_once_for_several_calls() -> None:
+    def build() -> Any:
+        model = make_gpt2()
+        for block in model.transformer.h:
+            parametrizations.weight_norm(block.mlp.c_fc)
+        return model
+
+    plain = run(compute_weights_once, build(), make_texts(32), None)
+    assert_same(run(compute_weights_once, build(), make_texts(32), Again()), plain)
 
 
 def change_between_calls(loop: Loop, batch: Any) -> None:

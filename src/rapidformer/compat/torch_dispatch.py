@@ -37,7 +37,8 @@ PRIVATE_NAMES = {
     "torch._C._functorch.peek_interpreter_stack": "models inside torch.func.grad and vmap",
     "torch.autograd.forward_ad._current_level": "models inside forward-mode differentiation",
     "torch._C._current_graph_task_id": "distinguishing a recomputed block from a first pass",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "a loss inside a checkpoint",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "a loss or a model inside a "
+    "checkpoint, which computes it again",
     "torch._native_multi_head_attention": "torch's fast attention under context parallelism",
     "torch._transformer_encoder_layer_fwd": "torch's fast encoder under context parallelism",
     "torch.ops.aten._local_scalar_dense": "reading a value that is not there",

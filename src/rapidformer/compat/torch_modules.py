@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PRIVATE_NAMES = {
+    "torch.nn.utils.parametrize._cache_enabled": "weights that a script computes once for several "
+    "calls, which a recording would take for its own",
     "torch.nn.Module._parameters": "replacing whole parameters by split ones",
     "torch.nn.Module._modules": "seeing whether a module was replaced",
     "torch.nn.Module._call_impl": "running a module under torch.compile",
@@ -39,6 +42,11 @@ def get_parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def get_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The module's own parameters and children as stored; the same objects for as long as it is."""
     return module._parameters, module._modules
+
+
+def caches_weights() -> bool:
+    """Whether ``parametrize.cached()`` keeps what modules compute their weights from."""
+    return bool(parametrize._cache_enabled)
 
 
 def call_plainly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -23,8 +23,6 @@ PRIVATE_NAMES = {
     "torch.Tensor._base": "views: logits without values, as FSDP asks; positions of one row",
     "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
     "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "seeing whether something recomputes or "
-    "offloads what autograd saves",
     "torch._C._cuda_endAllocateToPool": "ending a failed recording, which torch leaves open",
     **{
         f"torch._C._functions.MmBackward0._saved_{name}_sym_sizes": "losses that compare rows"
@@ -192,9 +190,3 @@ def stop_allocating(device: torch.device, pool: tuple[int, int]) -> None:
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(RuntimeError):  # already closed
         torch._C._cuda_endAllocateToPool(index, pool)
-
-
-def has_saving_hooks() -> bool:
-    """Whether something keeps what autograd saves now in its own way: it offloads or recomputes."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.unpad.masks import Fused, RowMask
-from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+from rapidformer.compat.torch_dispatch import (
+    has_saved_tensor_hooks,
+    tree_leaves,
+    tree_map_only,
+)
+from rapidformer.compat.torch_modules import caches_weights
 
 _PLAIN = (type(None), bool, int, float, str)
 _VALUE = "a tensor or a mask"
@@ -134,6 +139,13 @@ def _list_ends(mask: RowMask) -> tuple[Tensor, Tensor]:
     fused: Fused | None = mask.fused
     assert fused is not None
     return fused.ends, fused.key_ends
+
+
+def may_record() -> bool:
+    """Whether a pass that begins now has gradients, and nothing of the script's keeps parts of it:
+    a checkpoint, offloading, or weights that are computed once for several calls."""
+    is_kept = has_saved_tensor_hooks() or caches_weights()
+    return torch.is_grad_enabled() and not is_kept
 
 
 def describe_mode(device: torch.device) -> Hashable:

@@ -23,7 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.block_calls import BlockCall, describe_mode, read_call
+from rapidformer.accel.cuda_graph.block_calls import (
+    BlockCall,
+    describe_mode,
+    may_record,
+    read_call,
+)
 from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import (
@@ -45,7 +50,6 @@ from rapidformer.compat.torch_modules import (
     run_forward_hooks,
     set_compiled_call,
 )
-from rapidformer.compat.torch_tensors import has_saving_hooks
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.overlay import find_fact
 
@@ -234,7 +238,7 @@ class BlockGraphs:
     def is_replayed(self, block: nn.Module) -> bool:
         """Whether a block that is called now may be replayed."""
         # A checkpoint runs the block once more, and wants the same tensors saved.
-        return self._is_running and torch.is_grad_enabled() and not has_saving_hooks()
+        return self._is_running and may_record()
 
     def record_all(
         self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot

@@ -129,7 +129,7 @@ class GraphedPasses:
     def in_pieces(self) -> ModelGraphs | BlockGraphs | None:
         """Replays the model's passes, or else its blocks, if whole steps cannot be replayed."""
         pieces = self._in_pieces
-        if isinstance(pieces, ModelGraphs) and pieces.problem is not None:
+        if self._blocks and isinstance(pieces, ModelGraphs) and pieces.problem is not None:
             self._in_pieces = BlockGraphs(
                 self._model, self._blocks, self._device, self._capture,
                 is_16_bit=self._is_16_bit, compiles=self._compiles,
@@ -140,7 +140,9 @@ class GraphedPasses:
     def obstacle(self) -> str | None:
         """Why neither steps nor parts of them are replayed; None while they are, or may be."""
         pieces = self.in_pieces
-        return self.problem if pieces is None or pieces.problem is not None else None
+        if pieces is None or pieces.problem is None:
+            return None if pieces is not None else self.problem
+        return f"{self.problem}; nor are its parts: {pieces.problem}"
 
     @property
     def updates(self) -> bool:
@@ -167,15 +169,24 @@ class GraphedPasses:
         return outcome
 
     def keep_to_pieces(self, problem: str) -> ModelGraphs | BlockGraphs | None:
-        """Replay no whole step from now on; what replays its parts, None if nothing may."""
+        """Stop replaying whole steps; returns what replays their parts, or None."""
         if self.problem is None and self._blocks:
             self.problem = problem
-            self._drop()
-            removal = find_fact(self._model, Removal)
-            if removal is not None:
-                removal.stop_yielding()
+            self._stop_whole_steps()
             self._start_pieces()
         return self.in_pieces
+
+    def give_up_pieces(self, problem: str) -> None:
+        """Stop replaying parts of steps, too."""
+        if self._in_pieces is not None:
+            self._blocks = ()
+            self._in_pieces.give_up(problem)
+
+    def _stop_whole_steps(self) -> None:
+        self._drop()
+        removal = find_fact(self._model, Removal)
+        if removal is not None:
+            removal.stop_yielding()
 
     def sum_gradients(self, outcome: Outcome) -> list[Tensor | None] | None:
         """The sums over all ranks, in the order of ``finishing.parameters``; None: there is one."""
@@ -207,10 +218,7 @@ class GraphedPasses:
         self.problem, least = agree(self._topology, self.problem, sizes)
         if self.problem is not None:
             self._has_ended = True
-            self._drop()
-            removal = find_fact(self._model, Removal)
-            if removal is not None:
-                removal.stop_yielding()
+            self._stop_whole_steps()
             if self._exchange is not None:
                 self._exchange.close_places()
             return None

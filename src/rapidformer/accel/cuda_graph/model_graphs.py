@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.block_calls import describe_mode
+from rapidformer.accel.cuda_graph.block_calls import describe_mode, may_record
 from rapidformer.accel.cuda_graph.block_graphs import hash_places
 from rapidformer.accel.cuda_graph.inputs import (
     Inputs,
@@ -39,7 +39,7 @@ from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_modules import get_tables
-from rapidformer.compat.torch_tensors import count_changes, has_saving_hooks
+from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.data.batch import NO_BATCH, count_rows
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
@@ -262,7 +262,7 @@ class ModelGraphs:
 
     def is_replayed(self) -> bool:
         """Whether the model may be replayed if it is called now."""
-        return self._is_running and torch.is_grad_enabled() and not has_saving_hooks()
+        return self._is_running and may_record()
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call that a replay cannot replace."""
@@ -312,10 +312,11 @@ class ModelGraphs:
         batch = MicroBatch(kwargs, NO_BATCH, False, True, 0, 0)
         request = Request(self._run_compared, Update((batch,)), [1.0], self._described, None)
         held = take_gradients(self.parameters)  # of other micro-batches
-        is_exact = self._widths.may_change(request, [inputs], self._take_snapshot)
-        for parameter, gradient in zip(self.parameters, held, strict=True):
-            parameter.grad = gradient
-        return is_exact
+        try:
+            return self._widths.may_change(request, [inputs], self._take_snapshot)
+        finally:
+            for parameter, gradient in zip(self.parameters, held, strict=True):
+                parameter.grad = gradient
 
     def _take_snapshot(self) -> Snapshot:
         return Snapshot(self._code.examination.list_tensors(), self.device)

@@ -51,13 +51,13 @@ class OwnLoop:
             extend(model, "passes", functools.partial(_build_passing, weakref.ref(self)))
 
     def is_followed(self, called: nn.Module) -> bool:
-        """Whether a call may be replayed: it trains the model itself, not a copy."""
+        """Whether a call may be replayed: a training call of the model itself, not of a copy."""
         is_same = called is self._model and called.training == self._is_training
         return is_same and torch.is_grad_enabled() and not self._is_inside
 
     @contextmanager
     def passing(self, inputs: Any) -> Iterator[None]:
-        """Inside, the loop has called the model."""
+        """Inside, a call of the model by the loop is running."""
         if not self._has_begun:
             self._has_begun = True
             self._check_size(inputs)
@@ -77,15 +77,12 @@ class OwnLoop:
         tensors = [tensor for tensor in iterate_tensors(inputs) if tensor.dim()]
         rows = len(tensors[0]) if tensors else 0
         slots = max((t.numel() for t in tensors if not t.is_floating_point()), default=rows)
-        pieces = self._graphs.in_pieces
-        if pieces is not None and self._graphs.is_long(slots, rows):
-            pieces.give_up(LONG)
-            if (blocks := self._graphs.in_pieces) is not None:
-                blocks.give_up(LONG)
+        if self._graphs.is_long(slots, rows):
+            self._graphs.give_up_pieces(LONG)
 
     def end_pass(self) -> None:
         """A backward pass has run: the next call begins another forward pass."""
-        self._is_over = True
+        self._is_over, self._is_training = True, self._model.training
         pieces = self._graphs.in_pieces
         if pieces is None or self._is_said:
             return

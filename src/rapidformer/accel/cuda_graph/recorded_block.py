@@ -133,7 +133,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     if type(parameter) is not nn.Parameter:
         return parameter
     other = nn.Parameter(parameter.detach(), parameter.requires_grad)
-    vars(other).update(vars(parameter))  # facts
+    vars(other).update(vars(parameter))  # what overlays know about it
     return other
 
 
