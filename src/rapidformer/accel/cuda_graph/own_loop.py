@@ -70,6 +70,9 @@ class OwnLoop:
         try:
             with pieces.passing(begins=begins):
                 yield
+        except BaseException:
+            self._is_over = True  # a script that goes on calls the model anew
+            raise
         finally:
             self._is_inside = False
 
