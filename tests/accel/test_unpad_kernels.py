@@ -142,12 +142,27 @@ def test_gradients_of_gradients_of_a_row() -> None:
     assert torch.autograd.gradgradcheck(attend, inputs)
 
 
-def test_flash_attention_needs_values_of_the_size_of_keys() -> None:
-    """Those of multi-head latent attention are smaller: rows are padded for it."""
+def test_flash_attention_takes_values_up_to_the_size_of_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of multi-head latent attention are smaller, and get zeros, which come back as zeros."""
     query, _, value = make_inputs(16, torch.bfloat16)
     assert kernels.takes_flash(query, value, 256)
-    assert not kernels.takes_flash(query, value[..., :4], 256)
+    assert kernels.takes_flash(query, value[..., :4], 256)
+    assert not kernels.takes_flash(query, torch.cat([value, value], -1), 256)
     assert not kernels.takes_flash(query.float(), value, 256)
+    seen = []
+
+    def attend(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        seen.append(value)
+        return 2 * value
+
+    monkeypatch.setattr(kernels, "attend_with_flash", attend)
+    call = kernels.Call(query, query, value[..., :4], make_mask("causal"))
+    output = kernels._attend_with_flash(call)
+    assert seen[0].shape[-1] == query.shape[-1]
+    assert not seen[0][..., 4:].any()
+    torch.testing.assert_close(output[0], 2 * call.flatten()[2])
 
 
 def test_masks_and_labels_are_read_without_waiting_for_the_device() -> None:
