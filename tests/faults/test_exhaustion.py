@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,8 @@ def test_a_folder_that_vanishes_while_it_is_written(
     before = saving.get_random_states
 
     def vanish(device: Any) -> Any:
-        shutil.rmtree(tmp_path / "run")
+        # In one move: something else may write to the folder while its files are deleted.
+        (tmp_path / "run").rename(tempfile.mkdtemp(dir=tmp_path))
         return before(device)
 
     monkeypatch.setattr(saving, "get_random_states", vanish)
