@@ -269,7 +269,7 @@ def list_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def find_patches() -> list[str]:
     """What is still replaced in other libraries."""
-    from rapidformer.compat.patches import Change, Patch
+    from rapidformer.compat.patches import Change, _places
 
     gc.disable()  # this process ends, and the next line makes each collection a second longer
     gc.unfreeze()  # what was there before this process forked is looked at, too
@@ -279,11 +279,10 @@ def find_patches() -> list[str]:
     changes = [each for each in gc.get_objects() if type(each) in kinds]
     assert changes
     left = [f"{change} is still made" for change in changes if change.is_made]
-    for patch in (each for each in changes if isinstance(each, Patch)):
-        for (table, name, _), (_, ours) in zip(patch._entries, patch._built, strict=True):
-            if table.get(name) is ours:
-                left.append(f"{name} is still replaced")
-    return left
+    return [
+        *left,
+        *(f"{place.name} is still replaced" for place in _places.values() if place.layers),
+    ]
 
 
 def train_each(cases: list[dict[str, Any]], folder: Path) -> tuple[list[list[str]], list[str]]:

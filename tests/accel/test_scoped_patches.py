@@ -294,6 +294,51 @@ def test_a_change_ends_with_its_last_user_in_any_order() -> None:
     assert table == {"a": 7}
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_changes_of_one_value_end_in_any_order(first: int) -> None:
+    """The later one changes what the earlier one has made of it, as long as that is there."""
+    table: dict[str, Any] = {"a": "plain"}
+    patches = [
+        Patch(lambda: [Entry(table, "a", lambda x: f"a({x})"), Entry(table, "new", lambda x: [x])]),
+        Patch(lambda: [Entry(table, "a", lambda x: f"b({x})"), Entry(table, "new", lambda x: [x])]),
+    ]
+    for _ in range(2):
+        with ExitStack() as both:
+            stacks = [both.enter_context(ExitStack()) for _ in patches]
+            for stack, patch in zip(stacks, patches, strict=True):
+                stack.enter_context(patch)
+            assert table == {"a": "b(a(plain))", "new": [[None]]}
+            stacks[first].close()
+            assert table == {"a": ["b(plain)", "a(plain)"][first], "new": [None]}
+            stacks[first].enter_context(patches[first])
+            assert table["a"] == ["a(b(plain))", "b(a(plain))"][first]
+        assert table == {"a": "plain"}
+
+
+def test_a_change_that_ends_while_another_one_of_the_same_value_is_made() -> None:
+    """An engine is garbage-collected when Python likes."""
+    table: dict[str, Any] = {"a": "plain"}
+    earlier = ExitStack()
+
+    def build(value: str) -> str:
+        earlier.close()
+        return f"b({value})"
+
+    earlier.enter_context(Patch(lambda: [Entry(table, "a", lambda x: f"a({x})")]))
+    with Patch(lambda: [Entry(table, "a", build)]):
+        assert table == {"a": "b(plain)"}
+    assert table == {"a": "plain"}
+
+
+def test_a_change_of_what_cannot_be_built_leaves_nothing() -> None:
+    table: dict[str, Any] = {"a": 1, "b": 0}
+    patch = Patch(lambda: [Entry(table, "a", lambda x: x + 1), Entry(table, "b", lambda x: 1 / x)])
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), patch:
+            raise AssertionError("not reached")
+        assert table == {"a": 1, "b": 0}
+
+
 def test_a_change_that_fails_is_not_made() -> None:
     def fail() -> Callable[[], None]:
         raise ZeroDivisionError

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from rapidformer.dist.whole import join_whole
-from tests.parity.harness import zero
+from rapidformer.engine import RapidformerEngine
+from tests.parity.harness import keep_rate, make_sgd, zero
 from tests.parity.models import build_model
-from tests.parity.own_loop import TENSOR, Loop, assert_same, run_case, run_on_ranks
+from tests.parity.own_loop import SETTINGS, TENSOR, Loop, assert_same, run_case, run_on_ranks
 from tests.parity.own_models import PlainModel
 
 GPT2 = {"model_name": "small-gpt2"}
@@ -299,6 +300,14 @@ def swap_weights(loop: Loop) -> None:
         parameter.data, mean.data = mean.data, parameter.data
 
 
+def swap_weights_beside_another_engine(loop: Loop) -> None:
+    """Whose fused loss looks at who takes ``p.data``."""
+    other = RapidformerEngine(args={**SETTINGS, "fused_loss": "on"})
+    model = build_model("small-gpt2")
+    other.compose(model, make_sgd(model), keep_rate)
+    swap_weights(loop)
+
+
 def replace_a_modules_weight(loop: Loop) -> None:
     """Read from its module, a split weight is a stand-in: what is set on it goes to the weight."""
     layer = loop.model.transformer.h[0].mlp.c_fc
@@ -338,7 +347,8 @@ def test_shards_in_a_loss_and_copies_of_a_sharded_model_are_refused() -> None:
     clipped = [(clip_while_accumulating, layout, GPT2) for layout in ({}, zero(1), zero(3), TENSOR)]
     clipped += [(clip_values_while_accumulating, layout, GPT2) for layout in (zero(3), TENSOR)]
     replaced = [(swap_weights, layout, GPT2) for layout in (zero(1), zero(3), TENSOR)]
-    replaced += [(replace_a_modules_weight, layout, GPT2) for layout in (zero(3), TENSOR)]
+    for case in (replace_a_modules_weight, swap_weights_beside_another_engine):
+        replaced += [(case, layout, GPT2) for layout in (zero(3), TENSOR)]
     results = run_on_ranks(runs + clipped + replaced)
     results, refused = results[: -len(replaced)], results[-len(replaced) :]
     for outcome in itertools.chain(*refused):

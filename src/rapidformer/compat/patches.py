@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol, cast
+from weakref import WeakValueDictionary
 
 PRIVATE_NAMES: dict[str, str] = {}
 KNOWN = {"transformers": "5.17 to 5.22", "torch": "2.11 to 2.15"}
@@ -90,31 +91,85 @@ class Patch(Change):
         """``list_entries`` is called at first use: it may import the library."""
         super().__init__(self._install)
         self._list_entries = list_entries
-        self._entries: list[tuple[Any, str, Callable[[Any], Any]]] = []
-        self._built: list[tuple[Any, Any]] = []
-        """What was there and ours, for each. Built once: compiled code knows it by identity."""
+        self._layers: list[tuple[_Place, _Layer]] = []
 
     def _install(self) -> Callable[[], None]:
-        if not self._entries:
-            self._entries = [(_get_table(owner), *rest) for owner, *rest in self._list_entries()]
-            self._built = [(None, None)] * len(self._entries)
-        # All before the first is installed: building one may fail.
-        for position, (table, name, build) in enumerate(self._entries):
-            before = table.get(name, _MISSING)
-            if before is not self._built[position][0]:
-                self._built[position] = before, build(None if before is _MISSING else before)
-        for (table, name, _), (_, ours) in zip(self._entries, self._built, strict=True):
-            table[name] = ours
+        if not self._layers:
+            rows = self._list_entries()
+            self._layers = [
+                (_find_place(owner, name), _Layer(build)) for owner, name, build in rows
+            ]
+        try:
+            for place, layer in self._layers:
+                place.add(layer)
+        except BaseException:
+            self._restore()
+            raise
         return self._restore
 
     def _restore(self) -> None:
-        for (table, name, _), (before, ours) in zip(self._entries, self._built, strict=True):
-            if table.get(name) is not ours:
-                continue  # somebody has replaced it since
-            if before is _MISSING:
-                del table[name]
-            else:
-                table[name] = before
+        for place, layer in self._layers:
+            place.remove(layer)
+
+
+class _Layer:
+    """What one patch makes of a value. Built once: compiled code knows it by identity."""
+
+    def __init__(self, build: Callable[[Any], Any]) -> None:
+        self._build = build
+        self._below = self._ours = object()
+
+    def build_on(self, below: Any) -> Any:
+        if below is not self._below:
+            self._below, self._ours = below, self._build(None if below is _MISSING else below)
+        return self._ours
+
+
+class _Place:
+    """A value of another library under the patches that are inside, the latest on top."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self._table, self.name = owner, _get_table(owner), name
+        self.layers: list[_Layer] = []
+        self._plain = self._top = self._get()
+
+    def add(self, layer: _Layer) -> None:
+        with _lock:
+            if self._get() is not self._top:  # somebody has replaced it since
+                self._plain = self._top = self._get()
+                self.layers = []
+            self._put([*self.layers, layer])
+
+    def remove(self, layer: _Layer) -> None:
+        with _lock:
+            if layer in self.layers:
+                self._put([other for other in self.layers if other is not layer])
+
+    def _get(self) -> Any:
+        return self._table.get(self.name, _MISSING)
+
+    def _put(self, layers: list[_Layer]) -> None:
+        self.layers, value = layers, self._plain
+        for layer in layers:
+            value = layer.build_on(value)
+        # While that was built, an engine may have been garbage-collected, and its layer removed.
+        if self.layers is not layers or self._get() is not self._top:
+            return
+        self._top = value
+        if value is not _MISSING:
+            self._table[self.name] = value
+        elif self._get() is not _MISSING:
+            del self._table[self.name]
+
+
+_places: WeakValueDictionary[tuple[int, str], _Place] = WeakValueDictionary()
+"""By owner and name; those of which a patch knows."""
+_lock = threading.RLock()  # an engine may be garbage-collected inside
+
+
+def _find_place(owner: Any, name: str) -> _Place:
+    with _lock:
+        return _places.setdefault((id(owner), name), _Place(owner, name))
 
 
 class _Members:

@@ -97,13 +97,16 @@ class _NoteStep:
             head.note_step(stepped)
 
 
-def _build_data(before: None) -> property:
+def _build_data(before: Any) -> property:
+    plain: Any = before or Tensor.data
+
     def get(self: Tensor) -> Tensor:
         for head in list(_heads):
             head.note_handing_out(self)
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        data: Tensor = plain.__get__(self)
+        return data
 
-    return property(get, Tensor.data.__set__)  # type: ignore[attr-defined]
+    return property(get, plain.__set__)
 
 
 DATA_ACCESS = Patch(lambda: [Entry(kind, "data", _build_data) for kind in (nn.Parameter, DTensor)])

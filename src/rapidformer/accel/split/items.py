@@ -98,9 +98,9 @@ def _build_method(name: str, _: Any) -> Callable[..., Any]:
     return call
 
 
-def _build_data(_: Any) -> property:
+def _build_data(before: Any) -> property:
     """``p.data`` as it is; torch would leave a split tensor as it is if one is assigned."""
-    inherited: Any = Tensor.data
+    plain: Any = before or Tensor.data
 
     def refuse(self: Any, value: Tensor) -> NoReturn:
         raise RapidformerError(
@@ -109,7 +109,7 @@ def _build_data(_: Any) -> property:
             "copy one of them first: kept = p.data.clone()."
         )
 
-    return property(inherited.__get__, refuse)
+    return property(plain.__get__, refuse)
 
 
 CHANGING_ITEMS = Patch(
