@@ -388,7 +388,7 @@ NEEDED = {
 """The packages of a run."""
 
 
-def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float) -> Result:
+def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float | None) -> Result:
     work = list_workloads(size)[workload]
     warm_up = WARM_UP * work.repeats
     rows = work.make_rows(work.batch * (warm_up + steps * work.repeats))
@@ -403,7 +403,7 @@ def measure(name: str, workload: str, size: str, steps: int, matrix_rate: float)
     operations = counted.count(tokens=tokens, targets=targets, rows=len(timed))
     return {
         "rate": (len(timed) if work.unit == "samples" else tokens) / seconds,
-        "mfu": operations / seconds / matrix_rate,
+        "mfu": operations / seconds / matrix_rate if matrix_rate else None,
         "memory": get_peak(watch),
         "first step": watch.first_step,
         "loss": watch.loss,
@@ -419,7 +419,8 @@ def get_peak(watch: Stopwatch) -> float:
 
 def describe_device() -> Result:
     name = torch.cuda.get_device_name() if HAS_GPU else "CPU"
-    return {"name": name, "matrix rate": measure_matrix_rate(DEVICE, DTYPE)}
+    rate = measure_matrix_rate(DEVICE, DTYPE) if HAS_GPU else None
+    return {"name": name, "matrix rate": rate}
 
 
 def choose_method() -> tuple[str, Result]:
@@ -496,8 +497,9 @@ def format_line(name: str, result: dict[str, Any], base: float | None) -> str:
     rate = result["rate"]
     shown = f"{rate / 1000:.1f}k" if rate >= 1000 else f"{rate:.1f}"
     ratio = f"{rate / base:.2f} x" if base else ""
+    mfu = "" if result["mfu"] is None else f"{result['mfu']:.1%}"
     return (
-        f"| {name} | {shown} | {ratio} | {result['mfu']:.1%} | {result['memory']:.1f} GiB "
+        f"| {name} | {shown} | {ratio} | {mfu} | {result['memory']:.1f} GiB "
         f"| {result['first step']:.1f} s | {result.get('loss', math.nan):.3f} |"
     )
 
@@ -557,7 +559,8 @@ def main() -> None:
     workloads = list_workloads(options.size)
     method, device = choose_method()
     rate = device["matrix rate"]
-    print(f"{device['name']}, torch {torch.__version__}, {rate / 1e12:.1f} TFLOP/s in {DTYPE}")
+    speed = f"{rate / 1e12:.1f} TFLOP/s in " if rate else ""
+    print(f"{device['name']}, torch {torch.__version__}, {speed}{DTYPE}")
     results = load_results(options.json, device, options.size)
     for workload in options.workloads or workloads:
         work = workloads[workload]
