@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils as masks
 
-from rapidformer.accel.unpad import kernels, row_attention
+from rapidformer.accel.unpad import kernels
 from rapidformer.accel.unpad import masks as row_masks
 from rapidformer.accel.unpad.kernels import make_row_mask
 from rapidformer.accel.unpad.masks import RowMask, fuse
@@ -102,44 +102,6 @@ def test_a_graph_of_flash_attention_takes_any_window(monkeypatch: pytest.MonkeyP
         torch.autograd.grad(found.sum(), inputs)
     assert count_graphs() - before == 1
     torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("kind", ["causal", "full"])
-def test_rows_with_dropout_on_a_cpu_without_mkl(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against torch's own attention, with the same random numbers."""
-    mask, inputs = make_mask(kind), make_inputs(16)
-    direction = torch.randn(1, 16, 4, 8)
-    results = []
-    for has_mkl in (True, False):
-        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda found=has_mkl: found)
-        torch.manual_seed(0)
-        found = kernels.attend(*inputs, mask, dropout=0.4, scaling=0.3)
-        gradients = torch.autograd.grad((found * direction).sum(), inputs)
-        results.append((found, *gradients, torch.rand(1)))
-    for mine, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("is_cast", [True, False])
-def test_16_bits_on_a_cpu_without_mkl(is_cast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are torch's: a product of ours would mix fp32 and 16 bits."""
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    monkeypatch.delattr(row_attention, "attend_row")
-    inputs = make_inputs(16, torch.float32 if is_cast else torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-        found = kernels.attend(*inputs, make_mask("full"), dropout=0.4)
-    found.float().sum().backward()
-    assert found.dtype == torch.bfloat16
-
-
-def test_gradients_of_gradients_of_a_row() -> None:
-    inputs = [each.double().detach().requires_grad_() for each in make_inputs(3)]
-
-    def attend(*tensors: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(0)
-        return row_attention.attend_row(*tensors, dropout=0.4, scale=None, is_causal=True)
-
-    assert torch.autograd.gradgradcheck(attend, inputs)
 
 
 def test_flash_attention_takes_values_up_to_the_size_of_keys(

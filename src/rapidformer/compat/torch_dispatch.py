@@ -24,6 +24,7 @@ _EXPENSIVE = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
 PRIVATE_NAMES = {
+    "torch._softmax_backward_data": "attention whose rows are one node of autograd",
     "torch._C._ExcludeDispatchKeyGuard": "what a deferred tensor is, without its values",
     "torch._C.DispatchKeySet": "the same",
     "torch._C.DispatchKey": "the same",
@@ -208,6 +209,12 @@ def attend_with_flash(
         query, key, value, *ends, *longest, dropout, False, False,
         scale=scale, window_size_left=before, window_size_right=after,
     )[0]  # fmt: skip
+
+
+def differentiate_softmax(gradient: Tensor, output: Tensor) -> Tensor:
+    """The gradient of a softmax over the last dimension, from that of its output."""
+    found: Tensor = torch._softmax_backward_data(gradient, output, -1, output.dtype)
+    return found
 
 
 def multiply_scaled(

@@ -29,12 +29,25 @@ def drop(tensor: Tensor, rate: float) -> Tensor:
 
 
 def draw_factors(like: Tensor, rate: float, generator: torch.Generator | None = None) -> Tensor:
-    """What dropout multiplies by; without a generator, from torch's, as resuming expects."""
-    count, dropped = like.numel(), min(round(rate * _ALL), _ALL - 1)
+    """What dropout multiplies by."""
+    is_kept = draw_kept(like.numel(), rate, generator).view(like.shape)
+    return is_kept.to(like.dtype).mul_(get_factor(rate))
+
+
+def draw_kept(count: int, rate: float, generator: torch.Generator | None = None) -> Tensor:
+    """Which of so many are kept; without a generator, from torch's, as resuming expects."""
     words = torch.empty((count + 3) // 4, dtype=torch.int64)
     words.random_(-(2**63), None, generator=generator)
-    is_kept = words.view(torch.int16)[:count].view(like.shape) >= dropped - _ALL // 2
-    return is_kept.to(like.dtype).mul_(_ALL / (_ALL - dropped))
+    return words.view(torch.int16)[:count] >= _count_dropped(rate) - _ALL // 2
+
+
+def get_factor(rate: float) -> float:
+    """What dropout multiplies those by that are kept."""
+    return _ALL / (_ALL - _count_dropped(rate))
+
+
+def _count_dropped(rate: float) -> int:
+    return min(round(rate * _ALL), _ALL - 1)
 
 
 def use_bits(rows: Rows | None) -> AbstractContextManager[None]:

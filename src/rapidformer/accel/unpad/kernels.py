@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.unpad import row_attention
+from rapidformer.accel.unpad import cpu_attention, row_attention
 from rapidformer.accel.unpad.masks import RowMask, fuse, get_largest_head
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.torch_dispatch import attend_with_flash
@@ -134,22 +134,21 @@ def _attend_with_flash(call: Call) -> Tensor:
 def _attend_row_by_row(call: Call) -> Tensor:
     """Attend within each row on its own, without any padding."""
     mask = call.mask
-    queries: Any = call.query.split(mask.rows.lengths, 2)
-    keys: Any = call.key.split(mask.key_rows.lengths, 2)
-    values: Any = call.value.split(mask.key_rows.lengths, 2)
+    lengths = mask.rows.lengths, mask.key_rows.lengths
+    if (mask.is_causal or mask.is_full) and cpu_attention.suits(call.query, call.dropout):
+        query, key, value = (each.squeeze(0) for each in (call.query, call.key, call.value))
+        return cpu_attention.attend(
+            query, key, value, lengths, call.dropout, call.scaling, is_causal=mask.is_causal
+        )[None]
+    queries: Any = call.query.split(lengths[0], 2)
+    keys: Any = call.key.split(lengths[1], 2)
+    values: Any = call.value.split(lengths[1], 2)
     attended = [
-        _attend_row(q, k, v, call, mask.get_mask(row))
+        _attend_with_torch(q, k, v, call, mask.get_mask(row), is_causal=mask.is_causal)
         for row, (q, k, v) in enumerate(zip(queries, keys, values, strict=True))
         if q.shape[2]
     ]
     return torch.cat(attended, dim=2).transpose(1, 2).contiguous()
-
-
-def _attend_row(q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Tensor | None) -> Tensor:
-    is_causal = call.mask.is_causal
-    if mask is None and row_attention.suits(q, call.dropout):
-        return row_attention.attend_row(q, k, v, call.dropout, call.scaling, is_causal)
-    return _attend_with_torch(q, k, v, call, mask, is_causal=is_causal)
 
 
 def _attend_with_torch(

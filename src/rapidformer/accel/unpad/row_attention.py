@@ -1,12 +1,8 @@
-"""Attention within rows: of one row with dropout on a CPU, and of all rows as one operator.
+"""Attention within all rows as one operator.
 
-If torch has no MKL, as on ARM, a batched product whose second factor is transposed takes five times
-as long as one with a contiguous copy. torch's attention with dropout has such a product in each
-pass, and autograd would add one to ours, so the products here define their own gradients.
-
-The operator is for compiled blocks on a CPU, and for short rows on a GPU (``short_rows.py``).
-torch.compile does not trace into it, so a graph does not depend on the rows' lengths. Neither does
-autograd, so the backward pass is written out; it draws the same dropout from the same seed.
+It is for compiled blocks on a CPU, and for short rows on a GPU (``short_rows.py``). torch.compile
+does not trace into it, so a graph does not depend on the rows' lengths. Neither does autograd, so
+the backward pass is written out; it draws the same dropout from the same seed.
 """
 
 from __future__ import annotations
@@ -18,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from rapidformer.accel.attention.learned_bias.interface import SIZES, fits
-from rapidformer.accel.unpad.dropout import draw_factors, drop
+from rapidformer.accel.unpad.dropout import draw_factors
 from rapidformer.compat.triton import on_device, works
 
 LONGEST_ON_GPU = 128
@@ -54,50 +49,6 @@ def compile_with_dropout(device: torch.device) -> None:
         short_rows.compile_with_dropout()
 
 
-def suits(query: Tensor, dropout: float) -> bool:
-    """Whether torch's own attention would be slower. Without dropout it is a fused kernel."""
-    is_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return 0 < dropout < 1 and is_fp32 and query.device.type == "cpu"
-
-
-def attend_row(
-    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None, is_causal: bool
-) -> Tensor:
-    """As ``scaled_dot_product_attention`` without a mask, on [1, heads, tokens, size]."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    key, value = _repeat(key, query), _repeat(value, query)
-    q, k, v = (tensor.squeeze(0) for tensor in (query * scale, key, value))
-    scores = _Product.apply(q, k, True)
-    if is_causal:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores = scores.masked_fill(hidden, float("-inf"))
-    weights = drop(scores.softmax(-1), dropout)
-    attended: Tensor = _Product.apply(weights, v, False)
-    return attended[None]
-
-
-class _Product(Function):
-    """left x right, or left x right^T, for batches of matrices."""
-
-    generate_vmap_rule = True  # with setup_context, this lets torch.func differentiate a model
-
-    @staticmethod
-    def forward(left: Tensor, right: Tensor, is_transposed: bool) -> Tensor:
-        return left.bmm(right.transpose(1, 2).contiguous() if is_transposed else right)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-        ctx.is_transposed = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        left, right = ctx.saved_tensors
-        first, second = (gradient, left) if ctx.is_transposed else (left, gradient)
-        of_left = _Product.apply(gradient, right, not ctx.is_transposed)
-        return of_left, first.transpose(1, 2).bmm(second), None
-
-
 def attend_by_row(
     query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor],
     longest: int, bias: Tensor | None = None, *, dropout: float, window: tuple[int, int],
@@ -121,7 +72,7 @@ def _attend(
     bias: Tensor | None, longest: int, dropout: float, before: int, after: int, scale: float,
 ) -> Tensor:  # fmt: skip
     output = query.new_empty(*query.shape[:2], value.shape[2])
-    key, value = _repeat(key, query), _repeat(value, query)
+    key, value = repeat_heads(key, query, 1), repeat_heads(value, query, 1)
     masks = _draw(seed, dropout)
     for row, other in _iterate_rows(ends, key_ends):
         weights = _compute_weights(query[row], key[other], bias, before, after, scale)
@@ -136,7 +87,7 @@ def _attend_backward(
     seed: Tensor, bias: Tensor | None, longest: int, dropout: float, before: int, after: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    keys, values = _repeat(key, query).float(), _repeat(value, query).float()
+    keys, values = repeat_heads(key, query, 1).float(), repeat_heads(value, query, 1).float()
     of_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     # Zeros, not empty: a row of keys may have no queries.
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
@@ -248,13 +199,13 @@ def _draw(seed: Tensor, dropout: float) -> Iterator[Any]:
             yield torch.ones_like
 
 
-def _repeat(tensor: Tensor, query: Tensor) -> Tensor:
+def repeat_heads(tensor: Tensor, query: Tensor, dim: int) -> Tensor:
     """Repeat key or value heads for the query heads that share them."""
-    times = query.shape[1] // tensor.shape[1]
-    return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
+    times = query.shape[dim] // tensor.shape[dim]
+    return tensor.repeat_interleave(times, dim) if times > 1 else tensor
 
 
 def _join(gradient: Tensor, like: Tensor) -> Tensor:
-    """The reverse of ``_repeat`` for gradients: sum over the query heads that share a head."""
+    """The reverse of ``repeat_heads`` for gradients: sum over the query heads that share a head."""
     shape = (len(like), like.shape[1], -1, like.shape[2])
     return gradient.reshape(shape).sum(2).to(like.dtype)
