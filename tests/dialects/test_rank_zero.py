@@ -54,6 +54,22 @@ def test_the_main_process_saves_alone(tmp_path: Path) -> None:
     assert run_in_kept_processes(save_on_main, 2, str(tmp_path)) == [["checkpoint_1"]] * 2
 
 
+def gather_everywhere() -> list[bool]:
+    accelerator, other = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    model = make_classifier()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same = []
+    for each in (model, other):
+        whole = accelerator.get_state_dict(each)
+        same.append(whole.keys() == each.state_dict().keys())
+        each.load_state_dict(whole)
+    return same
+
+
+def test_every_process_gets_the_weights_that_it_holds() -> None:
+    assert run_in_kept_processes(gather_everywhere, 2) == [[True, True]] * 2
+
+
 def save_sharded_on_main(folder: str) -> list[str]:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
     model = make_classifier()

@@ -155,7 +155,7 @@ class TrainerAccelerator(ProcessVerbs):
         return self.engine.clip_grad_norm(max_norm)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's weights whole, on the first process; if sharded, every process must call."""
+        """The model's weights whole; if sharded, on the first process, and all must call this."""
         return self.engine.checkpoints.gather_weights()
 
     def __getattr__(self, name: str) -> Any:
