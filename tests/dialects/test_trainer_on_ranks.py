@@ -18,7 +18,7 @@ from rapidformer import Accelerator, Trainer
 from rapidformer.errors import RapidformerError
 from tests.dialects.small import make_dataset
 from tests.dialects.test_trainer import make_trainer, read_losses
-from tests.processes import run_in_kept_processes
+from tests.processes import run_in_kept_processes, run_in_processes
 
 
 def sum_losses(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -206,3 +206,12 @@ def test_processes_that_the_script_started_train_together(tmp_path: Path) -> Non
     for rank, (*facts, weights) in enumerate(results):
         assert facts == [2, rank, rank, rank]
         torch.testing.assert_close(weights, trainer.model.state_dict(), atol=1e-6, rtol=1e-6)
+
+
+def wait_at_once(folder: str) -> bool:
+    make_trainer(folder).accelerator.wait_for_everyone()
+    return dist.is_initialized()
+
+
+def test_processes_wait_for_each_other_before_training(tmp_path: Path) -> None:
+    assert run_in_processes(wait_at_once, 2, str(tmp_path)) == [True, True]

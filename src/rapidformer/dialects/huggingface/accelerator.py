@@ -44,6 +44,10 @@ class TrainerAccelerator(ProcessVerbs):
     def device(self) -> torch.device:
         return self._trainer.args.device
 
+    def wait_for_everyone(self) -> None:
+        _ = self.device  # joins the other processes, also before there is an engine
+        super().wait_for_everyone()
+
     def backward(self, loss: torch.Tensor, **settings: Any) -> None:
         """Back-propagate now, or when a pipeline's schedule does; several losses add up."""
         loss = loss.mean() if loss.dim() else loss
