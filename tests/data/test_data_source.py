@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from datasets import IterableDataset as HubStream
+from torch.utils.data import Dataset, IterableDataset
 
 from rapidformer.data.data_source import DataSource, Rows, Stream, Take, open_source
 from rapidformer.data.loader import DistributedLoader
@@ -55,6 +56,49 @@ def test_a_stream_is_read_from_a_position(position: int) -> None:
     assert sorted(whole) == list(range(20))
     assert Stream(Numbers()).read(3, 1, position)(100) == whole[position:]
     assert Stream(Numbers()).read(3, 2, 0)(100) != whole
+
+
+class OfEpochs(Dataset[int]):
+    """Other rows in each epoch, which the loader says."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, number: int) -> int:
+        return 100 * self.epoch + number
+
+
+class StreamOfEpochs(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.rows = OfEpochs()
+        self.set_epoch = self.rows.set_epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return (self.rows[number] for number in range(6))
+
+
+@pytest.mark.parametrize("make", [OfEpochs, StreamOfEpochs])
+def test_a_data_set_is_told_the_epoch(make: Any) -> None:
+    loader = build(make())
+    passes = [[batch.tolist() for batch in loader] for _ in range(2)]
+    assert passes == [[[0, 1, 2, 3], [4, 5]], [[100, 101, 102, 103], [104, 105]]]
+    resumed = build(make())
+    resumed.load_state_dict({"epoch": 1, "consumed_samples": 4})
+    assert [batch.tolist() for batch in resumed] == [[104, 105]]
+
+
+def test_a_shuffled_stream_of_datasets_comes_in_another_order() -> None:
+    rows = HubStream.from_generator(lambda: ({"x": i} for i in range(20)))
+    loader = build(rows.shuffle(seed=1, buffer_size=20).map(lambda row: row))
+    loader.collate_fn = lambda batch: [row["x"] for row in batch]
+    first, second = ([number for batch in loader for number in batch] for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
 
 
 def test_a_users_own_source() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
@@ -358,6 +360,54 @@ def _work_apart() -> Any:
     accelerator.on_process(process_index=1)(done.append)("one")
     return (padded, part["x"].tolist(), accelerator.check_trigger(), accelerator.check_trigger(),
             done)  # fmt: skip
+
+
+def _split_each() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    table = Dataset.from_dict({"x": list(range(4))})
+    parts: list[Any] = []
+    for inputs in (table, list("abcd"), (1, 2), torch.arange(4), "a prompt", []):
+        with accelerator.split_between_processes(inputs, apply_padding=True) as part:
+            parts.append(part["x"][:] if isinstance(part, Dataset) else part)
+    parts[3] = parts[3].tolist()
+    return parts
+
+
+def test_what_is_split_between_processes() -> None:
+    alone = [[0, 1, 2, 3], list("abcd"), (1, 2), [0, 1, 2, 3], "a prompt", []]
+    assert _split_each() == alone
+    first, second, third = run_in_kept_processes(_split_each, 3)
+    assert first == [[0, 1], ["a", "b"], (1,), [0, 1], "a prompt", []]
+    # Accelerate pads with the last item of all, not with that of the part.
+    assert second == [[2, 3], ["c", "d"], (2,), [2, 3], "a prompt", []]
+    assert third == [[3, 3], ["d", "d"], (2,), [3, 3], "a prompt", []]
+
+
+def test_a_process_alone_does_the_work_of_any() -> None:
+    accelerator, done = Accelerator(cpu=True), list[str]()
+    accelerator.on_process(process_index=1)(done.append)("any")
+    accelerator.on_local_process(local_process_index=1)(done.append)("local")
+    assert done == ["any", "local"]
+
+
+def test_a_scale_of_reduce_is_for_tpus() -> None:
+    assert Accelerator(cpu=True).reduce(torch.tensor(2.0), "mean", scale=3.0).item() == 2.0
+
+
+def test_a_model_is_saved_after_the_end_of_training(tmp_path: Path) -> None:
+    """The order of many scripts: the logs are closed first."""
+    accelerator, model = Accelerator(cpu=True), make_classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.end_training()
+    accelerator.wait_for_everyone()
+    whole = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path / "a", is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
+    accelerator.save_model(model, tmp_path / "b")
+    for name in ("a", "b"):
+        torch.testing.assert_close(load_file(tmp_path / name / "model.safetensors"), whole)
 
 
 def test_memory_is_freed_for_the_next_model() -> None:

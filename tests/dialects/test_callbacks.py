@@ -271,24 +271,53 @@ def test_evaluate_in_a_callback_is_without_dropout(tmp_path: Path) -> None:
     assert modes == [(True, True)]
 
 
-class AsksOnFirstRank(TrainerCallback):
+class Asks(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
         control.should_save = state.global_step == 2
         control.should_training_stop = state.global_step == 3
 
 
-def test_the_first_process_decides_for_all(tmp_path: Path) -> None:
-    for steps, folders in run_in_kept_processes(_ask_on_first_rank, 2, str(tmp_path)):
+class AsksEarly(TrainerCallback):
+    """Before the loop has decided what is due."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_save = state.global_step == 1
+        control.should_training_stop = state.global_step == 2
+
+
+@pytest.mark.parametrize("callback", [Asks, AsksEarly])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_any_process_decides_for_all(tmp_path: Path, rank: int, callback: Any) -> None:
+    for steps, folders in run_in_kept_processes(_ask_on, 2, rank, str(tmp_path), callback):
         assert steps == 3
         assert "iter_0000002" in folders
 
 
-def _ask_on_first_rank(folder: str) -> tuple[int, list[str]]:
+def _ask_on(rank: int, folder: str, callback: Any) -> tuple[int, list[str]]:
     trainer = make_trainer(folder, per_device_train_batch_size=2, save_total_limit=None)
-    if trainer.is_world_process_zero():
-        trainer.add_callback(AsksOnFirstRank)
+    if trainer.args.process_index == rank:
+        trainer.add_callback(callback)
     trainer.train()
     return trainer.state.global_step, [path.name for path in Path(folder).iterdir()]
+
+
+class SavesUnlessFirst(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_save = state.global_step == 2 and not state.is_world_process_zero
+
+
+def test_what_the_first_process_takes_back_is_not_done(tmp_path: Path) -> None:
+    for folders in run_in_kept_processes(_take_back, 2, str(tmp_path)):
+        assert "iter_0000002" not in folders
+
+
+def _take_back(folder: str) -> list[str]:
+    trainer = make_trainer(
+        folder, per_device_train_batch_size=2, save_total_limit=None, max_steps=3,
+        save_strategy="steps", save_steps=2, callbacks=[SavesUnlessFirst],
+    )  # fmt: skip
+    trainer.train()
+    return [path.name for path in Path(folder).iterdir()]
 
 
 class AroundTheStep(TrainerCallback):

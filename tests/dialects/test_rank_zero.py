@@ -54,6 +54,22 @@ def test_the_main_process_saves_alone(tmp_path: Path) -> None:
     assert run_in_kept_processes(save_on_main, 2, str(tmp_path)) == [["checkpoint_1"]] * 2
 
 
+def gather_everywhere() -> list[bool]:
+    accelerator, other = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    model = make_classifier()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    same = []
+    for each in (model, other):
+        whole = accelerator.get_state_dict(each)
+        same.append(whole.keys() == each.state_dict().keys())
+        each.load_state_dict(whole)
+    return same
+
+
+def test_every_process_gets_the_weights_that_it_holds() -> None:
+    assert run_in_kept_processes(gather_everywhere, 2) == [[True, True]] * 2
+
+
 def save_sharded_on_main(folder: str) -> list[str]:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
     model = make_classifier()
@@ -116,3 +132,22 @@ def test_a_trainer_saves_on_the_main_process_alone(tmp_path: Path) -> None:
     for name in ("mine-4", "checkpoint-4"):
         saved = BertForSequenceClassification.from_pretrained(tmp_path / "two" / name).state_dict()
         torch.testing.assert_close(saved, last, rtol=0, atol=0)
+
+
+def evaluate_on_main(folder: str) -> list[str]:
+    trainer, messages = make_trainer(folder), []
+    trainer.evaluate()
+    if trainer.is_world_process_zero():
+        for call in (trainer.evaluate, lambda: trainer.predict(trainer.eval_dataset)):
+            with pytest.raises(RapidformerError, match="call it on all of them") as error:
+                call()
+            messages.append(str(error.value).partition(" was called")[0])
+    trainer.accelerator.wait_for_everyone()
+    assert trainer.evaluate()["eval_loss"] > 0
+    return messages
+
+
+def test_an_evaluation_on_the_main_process_alone_is_an_error(tmp_path: Path) -> None:
+    """Each process evaluates a part of the rows; transformers waits for the others in vain."""
+    messages, _ = run_in_kept_processes(evaluate_on_main, 2, str(tmp_path))
+    assert messages == ["evaluate()", "predict()"]

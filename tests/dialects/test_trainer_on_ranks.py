@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from rapidformer import Trainer
+from rapidformer import Accelerator, Trainer
 from rapidformer.errors import RapidformerError
 from tests.dialects.small import make_dataset
 from tests.dialects.test_trainer import make_trainer, read_losses
-from tests.processes import run_in_kept_processes
+from tests.processes import run_in_kept_processes, run_in_processes
 
 
 def sum_losses(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
@@ -176,3 +178,40 @@ def test_which_micro_batch_completes_a_gradient(tmp_path: Path) -> None:
         train_dataset=make_dataset(),
     ).train()  # fmt: skip
     assert Watching.seen == [False, True] * 2
+
+
+def train_in_own_group(folder: str) -> tuple[Any, ...]:
+    """As in PyTorch's tutorials: no launcher, and nothing in the environment."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    rank, world_size, _ = (int(os.environ.pop(name)) for name in names)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    trainer = make_trainer(
+        folder, per_device_train_batch_size=2, max_steps=3, optim="sgd", compute_metrics=None,
+        train_sampling_strategy="sequential", eval_dataset=None,
+    )  # fmt: skip
+    args = trainer.args
+    facts = args.world_size, args.process_index, args.local_process_index
+    trainer.train()
+    return *facts, Accelerator(cpu=True).process_index, trainer.model.state_dict()
+
+
+def test_processes_that_the_script_started_train_together(tmp_path: Path) -> None:
+    trainer = make_trainer(
+        tmp_path / "one", per_device_train_batch_size=4, max_steps=3, optim="sgd",
+        compute_metrics=None, train_sampling_strategy="sequential", eval_dataset=None,
+    )  # fmt: skip
+    trainer.train()
+    results = run_in_kept_processes(train_in_own_group, 2, str(tmp_path / "two"))
+    for rank, (*facts, weights) in enumerate(results):
+        assert facts == [2, rank, rank, rank]
+        torch.testing.assert_close(weights, trainer.model.state_dict(), atol=1e-6, rtol=1e-6)
+
+
+def wait_at_once(folder: str) -> bool:
+    make_trainer(folder).accelerator.wait_for_everyone()
+    return dist.is_initialized()
+
+
+def test_processes_wait_for_each_other_before_training(tmp_path: Path) -> None:
+    assert run_in_processes(wait_at_once, 2, str(tmp_path)) == [True, True]

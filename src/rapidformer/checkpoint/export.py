@@ -92,14 +92,15 @@ def merge_export(source: Path, target: Path) -> None:
 
 def gather_weights(model: nn.Module, names: Set[str] | None = None) -> dict[str, Any]:
     """All weights (or those of ``names``), whole, in rank 0's memory; every rank contributes."""
-    weights = _list_weights(model, names)
+    weights = list_weights(model, names)
     order = list(weights)
     for index, whole in join_each(weights.values()):
         weights[order[index]] = whole.cpu() if get_rank() == 0 else None
     return weights if get_rank() == 0 else {}
 
 
-def _list_weights(model: nn.Module, names: Set[str] | None) -> dict[str, Any]:
+def list_weights(model: nn.Module, names: Set[str] | None = None) -> dict[str, Any]:
+    """All weights (or those of ``names``), as this rank has them."""
     weights: dict[str, Any] = get_model_state_dict(model)
     return {name: weight for name, weight in weights.items() if names is None or name in names}
 
@@ -108,7 +109,7 @@ def _gather_stages(
     model: nn.Module, topology: Topology, names: Set[str] | None
 ) -> tuple[dict[str, Tensor], list[tuple[str, ...]]]:
     """The same for a pipelined model, tensor by tensor, and which names share a parameter."""
-    stage_weights = _list_weights(model, names)
+    stage_weights = list_weights(model, names)
     group = topology.get_group("pipeline")
     assert group is not None and topology.mesh is not None
     # Weights in host memory travel like those on the device: both ends must use one backend.

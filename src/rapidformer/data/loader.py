@@ -289,7 +289,7 @@ class DistributedLoader:
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last one (with a token budget, of every update) is marked."""
         if isinstance(self.source, Rows):
-            self.source.check_size()
+            self.source.begin(self.epoch)
         rounds_left = self._cut.count_after(self.consumed_samples)
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)

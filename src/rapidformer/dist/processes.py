@@ -1,7 +1,7 @@
 """The processes of a run: rank, world size and device.
 
 A launcher sets RANK, LOCAL_RANK and WORLD_SIZE. Some platforms use RANK and WORLD_SIZE for nodes,
-so without LOCAL_RANK they are ignored.
+so without LOCAL_RANK they are ignored. A script may also start a process group by itself.
 """
 
 from __future__ import annotations
@@ -43,8 +43,22 @@ def get_world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if is_launched() else 1
 
 
+def follow_own_group() -> None:
+    """Set what a launcher sets, if the script has started its processes and their group itself.
+
+    Otherwise each of them would train alone, into the same folder.
+    """
+    if is_launched() or not (dist.is_available() and dist.is_initialized()):
+        return
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > 1:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ.setdefault("LOCAL_RANK", str(rank % (torch.cuda.device_count() or world_size)))
+
+
 def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:
     """Join the other processes of the run, or continue alone if there are none."""
+    follow_own_group()
     rank = int(os.environ["RANK"]) if is_launched() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     world_size = get_world_size_from_environment()

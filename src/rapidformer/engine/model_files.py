@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
+from rapidformer.checkpoint.export import export_model, gather_weights, list_weights, merge_export
 from rapidformer.checkpoint.state import TrainingState, describe_split
 from rapidformer.checkpoint.writing import writing
 from rapidformer.dist.attendance import attending, run_by_first
@@ -43,9 +43,10 @@ class ModelFiles:
         return None if is_alone() else describe_split(self._collect())
 
     def gather_weights(self) -> dict[str, Any]:
-        """All weights by name, whole, on rank 0; empty elsewhere."""
+        """All weights by name, whole; if they are split, on rank 0, and empty elsewhere."""
         if (split := self._describe_split()) is None:
-            return gather_weights(self._model.parallelized.model)
+            model = self._model.parallelized.model
+            return gather_weights(model) or list_weights(model)
         with attending("gathering the weights", needs_all=split):
             weights = self._gather_from_deepspeed()
             return gather_weights(self._model.parallelized.model) if weights is None else weights

@@ -250,11 +250,11 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Close the logs and leave the other processes; the last call of a script."""
+        """Close the logs and what speeds training up; the models can still be saved."""
         for tracker in self._trackers.values():
             tracker.finish()
-        for engine in self._engines:
-            engine.close()
+        while self._engines:  # from here on, they are models like any others
+            self._engines.pop().close()
 
     def __repr__(self) -> str:
         return (

@@ -160,10 +160,15 @@ class ProcessVerbs:
         return _only_if(lambda: self.is_last_process, function)
 
     def on_process(self, function: Function | None = None, process_index: int = 0) -> Any:
-        """The same for any process: ``@accelerator.on_process(process_index=3)``."""
+        """The same for any process: ``@accelerator.on_process(process_index=3)``.
+
+        A process that is alone does what each of them would do.
+        """
         if function is None:
             return lambda wrapped: self.on_process(wrapped, process_index)
-        return _only_if(lambda: self.process_index == process_index, function)
+        return _only_if(
+            lambda: self.process_index == process_index or not self.use_distributed, function
+        )
 
     def on_local_process(
         self, function: Function | None = None, local_process_index: int = 0
@@ -171,7 +176,10 @@ class ProcessVerbs:
         """The same for a process of each node."""
         if function is None:
             return lambda wrapped: self.on_local_process(wrapped, local_process_index)
-        return _only_if(lambda: self.local_process_index == local_process_index, function)
+        return _only_if(
+            lambda: self.local_process_index == local_process_index or not self.use_distributed,
+            function,
+        )
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the run, for what is computed outside the model."""
@@ -194,8 +202,12 @@ class ProcessVerbs:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tuple, tensor or dictionary; padded by its last item."""
-        yield self._take_part(inputs, pads=apply_padding)
+        """This process's part of a list, tuple, tensor, ``datasets.Dataset`` or dictionary of them.
+
+        Padded by the last item of all. As in Accelerate, one process takes all, and anything else,
+        say a prompt, is for every process.
+        """
+        yield self._take_part(inputs, pads=apply_padding) if self.use_distributed else inputs
 
     def _take_part(self, inputs: Any, *, pads: bool) -> Any:
         if isinstance(inputs, dict):
@@ -209,22 +221,26 @@ class ProcessVerbs:
         count, extra = divmod(len(inputs), self.num_processes)
         index = self.process_index
         start = index * count + min(index, extra)
-        part = inputs[start : start + count + (index < extra)]
-        missing = count + bool(extra) - len(part)
-        if not pads or not missing or not len(inputs):
-            return part
-        last = part[-1:] if len(part) else inputs[-1:]
-        if isinstance(part, torch.Tensor):
-            return torch.cat([part, *[last] * missing])
-        return part + last * missing
+        mine = list(range(start, start + count + (index < extra)))
+        if pads and len(inputs):
+            mine += [len(inputs) - 1] * (count + bool(extra) - len(mine))
+        if isinstance(inputs, torch.Tensor):
+            return inputs[mine]
+        if isinstance(inputs, (list, tuple)):
+            part = [inputs[number] for number in mine]
+            return tuple(part) if isinstance(inputs, tuple) else part
+        return inputs.select(mine) if hasattr(inputs, "select") else inputs
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum, mean or maximum of a tensor over the processes; also of nested ones."""
+        """The sum, mean or maximum of a tensor over the processes; also of nested ones.
+
+        ``scale`` is for TPUs, as in Accelerate.
+        """
         if reduction not in ("sum", "mean", "max", "none"):
             raise RapidformerError(f"reduce(): sum, mean, max or none, not {reduction!r}.")
         if reduction == "none":
             return tensor
-        return map_tensors(tensor, lambda _, each: self._reduce(each, reduction) * scale)
+        return map_tensors(tensor, lambda _, each: self._reduce(each, reduction))
 
     def _reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
         topology = self.engine.runtime.topology

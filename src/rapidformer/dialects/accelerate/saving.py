@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
-from rapidformer.checkpoint.export import export_model, gather_weights, merge_export
+from rapidformer.checkpoint.export import export_model, gather_weights, list_weights, merge_export
 from rapidformer.checkpoint.writing import writing
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.accelerate.processes import ProcessVerbs
@@ -77,10 +77,11 @@ class SavingVerbs(ProcessVerbs):
         return next((each for each in self._engines if each.model.module is inner), None)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """A model's weights whole, on the first process; every process must call this."""
+        """A model's weights whole; if sharded, on the first process, and all must call this."""
         if (engine := self._find_trainer(model)) is not None:
             return engine.checkpoints.gather_weights()
-        return gather_weights(get_inner(model))
+        inner = get_inner(model)
+        return gather_weights(inner) or list_weights(inner)
 
     def save_model(
         self,

@@ -44,6 +44,10 @@ class TrainerAccelerator(ProcessVerbs):
     def device(self) -> torch.device:
         return self._trainer.args.device
 
+    def wait_for_everyone(self) -> None:
+        _ = self.device  # joins the other processes, also before there is an engine
+        super().wait_for_everyone()
+
     def backward(self, loss: torch.Tensor, **settings: Any) -> None:
         """Back-propagate now, or when a pipeline's schedule does; several losses add up."""
         loss = loss.mean() if loss.dim() else loss
@@ -155,7 +159,7 @@ class TrainerAccelerator(ProcessVerbs):
         return self.engine.clip_grad_norm(max_norm)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's weights whole, on the first process; if sharded, every process must call."""
+        """The model's weights whole; if sharded, on the first process, and all must call this."""
         return self.engine.checkpoints.gather_weights()
 
     def __getattr__(self, name: str) -> Any:

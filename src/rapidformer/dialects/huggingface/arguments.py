@@ -14,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,6 +110,10 @@ class TrainingArguments(NamedFields):
     """Settings of a run in Hugging Face's words."""
 
     def __post_init__(self) -> None:
+        if "torch" in sys.modules:
+            from rapidformer.dist.processes import follow_own_group
+
+            follow_own_group()
         self.output_dir = str(Path(self.output_dir or "trainer_output").expanduser())
         for name in _DICTIONARIES:
             value = getattr(self, name)

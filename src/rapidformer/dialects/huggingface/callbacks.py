@@ -1,4 +1,4 @@
-"""transformers' callbacks: their events and arguments. The first process's word counts."""
+"""transformers' callbacks: their events and arguments."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from rapidformer.dialects.huggingface.data_methods import DataMethods, has_loss_
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels
 from rapidformer.dialects.huggingface.records import RunRecords
+from rapidformer.dist.attendance import attending
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import run_batches
 from rapidformer.models.adapters import get_inner
@@ -185,7 +186,9 @@ class EvaluationMethods(RunRecords, DataMethods):
         loss_only = self.args.prediction_loss_only if asked is None else asked
         loader = self.engine.data.adopt_loader(dataloader, is_training=False)
         with ExitStack() as stack:
-            if not self._is_training:  # a run of training has regularized the model already
+            if not self._is_training:
+                self._await_all("predict" if description == "Prediction" else "evaluate")
+                # A run of training has regularized the model already.
                 stack.enter_context(regularize(self.model, self.engine.args))
             stack.enter_context(self._evaluating())
             output = run_evaluation(
@@ -194,6 +197,12 @@ class EvaluationMethods(RunRecords, DataMethods):
         if not self._is_training:
             self.model.eval()  # scripts call the model next, and want no dropout
         return output
+
+    def _await_all(self, method: str) -> None:
+        """A habit is to call it on the first process alone, which would wait for the others."""
+        share = "each of them predicts a part of the rows"
+        with attending(f"{method}()", needs_all=share):
+            pass
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """The model in evaluation mode, as it already is in the loop's own evaluations."""

@@ -21,7 +21,7 @@ from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.folders import lift_model, link_checkpoint, list_weights
 from rapidformer.dialects.huggingface.records import STATE_FILE
-from rapidformer.dist.collectives import broadcast_object, gather_from_all
+from rapidformer.dist.collectives import gather_from_all
 from rapidformer.log import warn_once
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.timetable import count_updates
@@ -82,6 +82,8 @@ class LoopEvents(Callback):
     def __init__(self, trainer: EvaluationMethods) -> None:
         self._trainer = trainer
         self._heard: set[str] = set()
+        self._wishes: dict[str, bool] = {}
+        """What callbacks of this rank asked for or took back, and the others do not know yet."""
         self._work_before = 0.0
         self._saved = trainer.state
         """That of the last checkpoint."""
@@ -197,10 +199,10 @@ class LoopEvents(Callback):
         self._follow(loop)
         if loop.step:
             self._trainer.step_schedule(metrics)
-        theirs = self._trainer.control
         for name in REQUESTS:
-            setattr(control, name, getattr(control, name) or getattr(theirs, name))
-        self._agree(control, "on_evaluate", "on_log", "on_prediction_step")
+            if getattr(self._trainer.control, name) and not getattr(control, name):
+                self._wishes[name] = True
+        self._agree(control)
 
     def on_pre_save(self, loop: RunningLoop, control: Control) -> None:
         """Training may be further when the checkpoint is complete."""
@@ -244,15 +246,24 @@ class LoopEvents(Callback):
             self._follow(loop)
         _copy_requests(control, self._trainer.control)
         yield
-        _copy_requests(self._trainer.control, control)
-        self._agree(control, *events)
-
-    def _agree(self, control: Control, *events: str) -> None:
-        """Rank 0's requests count; nothing is sent if no callback listens to these events."""
+        theirs = self._trainer.control
+        for name in REQUESTS:
+            value = getattr(theirs, name)
+            # Within a step nothing is due yet that could be taken back.
+            if value != getattr(control, name) and (value or events):
+                self._wishes[name] = value
+        _copy_requests(theirs, control)
         if self._heard.intersection(events):
-            requests = broadcast_object([getattr(control, name) for name in REQUESTS])
-            for name, value in zip(REQUESTS, requests, strict=True):
+            self._agree(control)
+        elif events:
+            self._wishes = {}  # nobody was told, so every rank has the same
+
+    def _agree(self, control: Control) -> None:
+        """What callbacks of any rank asked for counts on all; if they differ, the first rank's."""
+        for wishes in reversed(gather_from_all(self._wishes)):
+            for name, value in wishes.items():
                 setattr(control, name, value)
+        self._wishes = {}
 
     def _follow(self, loop: RunningLoop) -> None:
         state, progress = self._trainer.state, loop.progress
