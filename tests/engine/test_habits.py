@@ -606,3 +606,27 @@ def test_the_batch_is_said_at_the_start(said: Any) -> None:
     engine.data.build_loader(make_rows(*LABELS))
     assert "batch     3 = 3 micro x 1 data parallel x 1 accumulation" in said.text
     assert logging.getLevelName(get_logger().level) == "INFO"
+
+
+class OfEpochs(torch.utils.data.IterableDataset[float]):
+    """Other rows in each epoch, for who says which one it is."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[float]:
+        return iter([10.0 * self.epoch, 10.0 * self.epoch + 1])
+
+
+def test_a_loop_tells_its_data_the_epoch_by_itself_or_not() -> None:
+    """As with torch's DataLoader; Accelerate and the Trainer tell them, and so do the templates."""
+    data, model, read = OfEpochs(), make_model(), []
+    _, _, _, loader = make_engine().compose(
+        model, make_sgd(model), train_dataloader=DataLoader(data, batch_size=2)
+    )
+    for epoch in (0, 0, 5):
+        data.set_epoch(epoch)
+        read += [batch.tolist() for batch in loader]
+    assert read == [[0, 1], [0, 1], [50, 51]]

@@ -54,12 +54,8 @@ class Rows:
         self.fingerprint: str | None = getattr(dataset, "fingerprint", None)
         self.size: int | None = len(dataset)
 
-    def begin(self, epoch: int) -> None:
-        """Tell a data set that asks for it the epoch; refuse one that has another length by now.
-
-        A run is planned by the length.
-        """
-        _tell_epoch(self._dataset, epoch)
+    def check_size(self) -> None:
+        """Refuse a data set that has become longer or shorter: a run is planned by its length."""
         if len(self._dataset) != self.size:
             raise DataError(
                 f"{self.name} has {len(self._dataset)} rows now, and had {self.size} when its "
@@ -110,7 +106,6 @@ class Stream:
         # Not the process's own numbers: all ranks must read the same samples. And one sequence of
         # numbers for the whole pass: where rounds begin must not change what is read.
         numbers = random_numbers_from((seed, epoch), is_continued=True)
-        _tell_epoch(self._dataset, epoch)
         with numbers:
             rows = iter(self._dataset)
 
@@ -140,12 +135,6 @@ class Stream:
                 "shuffles without a seed. Every process must read the same, whole stream: the "
                 "loader deals out the rows itself. Remove the sharding, or give the shuffle a seed."
             )
-
-
-def _tell_epoch(dataset: Any, epoch: int) -> None:
-    """As Accelerate does. A shuffled stream of ``datasets`` comes in the same order otherwise."""
-    if hasattr(dataset, "set_epoch"):
-        dataset.set_epoch(epoch)
 
 
 def open_source(

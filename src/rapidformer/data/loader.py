@@ -94,6 +94,8 @@ class DistributedLoader:
         self.updates_per_epoch = -(-self._cut.count_after(0) // rounds_per_update)
         self.has_token_budget = token_budget is not None
         """Whether updates differ in their number of micro-batches."""
+        self.tells_epoch = True
+        """Whether a data set with ``set_epoch`` is told when a pass begins."""
         self.epoch = 0
         self.consumed_samples = 0
         """Samples of the current epoch that have been handed out, over all ranks."""
@@ -205,6 +207,9 @@ class DistributedLoader:
         if not self._is_resuming:
             self._rounds, self._cursor = 0, None
         self._is_resuming, first_round = False, self._rounds
+        # As Accelerate does: a shuffled stream of datasets comes in the same order otherwise.
+        if self.tells_epoch and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
         rounds = self._iterate_stream() if self.is_stream else self._iterate_rounds()
         if self._may_reuse_memory:
             pins = self.device.type == "cuda"
@@ -289,7 +294,7 @@ class DistributedLoader:
     def _iterate_rounds(self) -> Iterator[MicroBatch]:
         """An epoch's rounds; the last one (with a token budget, of every update) is marked."""
         if isinstance(self.source, Rows):
-            self.source.begin(self.epoch)
+            self.source.check_size()
         rounds_left = self._cut.count_after(self.consumed_samples)
         num_workers = min(self._num_workers, rounds_left)
         order = self._order.start(self.epoch)

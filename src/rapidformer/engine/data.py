@@ -124,9 +124,17 @@ class RunData:
         return GroupedOrder(measure_lengths(dataset, self.args.length_column), size)
 
     def adopt_loader(
-        self, loader: Any, *, is_training: bool, batch_size: int | None = None
+        self,
+        loader: Any,
+        *,
+        is_training: bool,
+        batch_size: int | None = None,
+        tells_epoch: bool = True,
     ) -> DistributedLoader:
-        """The user's DataLoader, split over the ranks, with ``batch_size`` rows each or its own."""
+        """The user's DataLoader, split over the ranks, with ``batch_size`` rows each or its own.
+
+        A data set with ``set_epoch`` is told when a pass begins, which torch's DataLoader does not.
+        """
         if isinstance(loader, DistributedLoader):
             return self._watch(loader, is_training=is_training)
         if not isinstance(loader, DataLoader):
@@ -139,6 +147,7 @@ class RunData:
             self._adopt_batch_size(size)
         share = self._describe_share(is_training)
         adopted = adopt_loader(loader, batch_size=batch_size, **share)
+        adopted.tells_epoch = tells_epoch
         return self._watch(adopted, is_training=is_training)
 
     def _adopt_batch_size(self, batch_size: int) -> None:

@@ -150,12 +150,12 @@ class RapidformerEngine:
         passed = model if model is not None else model_obj
         if passed is None:
             raise RapidformerError("compose() needs the model: engine.compose(model=model, ...).")
+        has_optimizer, is_own_loop = optimizer is not None, self.updates.is_own_loop
         loaders = [
-            self.data.adopt_loader(loader, is_training=is_training)
+            self.data.adopt_loader(loader, is_training=is_training, tells_epoch=not is_own_loop)
             for loader, is_training in ((train_dataloader, True), (eval_dataloader, False))
             if loader is not None
         ]
-        has_optimizer, is_own_loop = optimizer is not None, self.updates.is_own_loop
         names = self.model.compose(
             passed, plan, has_optimizer=has_optimizer, is_own_loop=is_own_loop
         )
