@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import re
@@ -328,6 +329,35 @@ def test_a_change_that_ends_while_another_one_of_the_same_value_is_made() -> Non
     with Patch(lambda: [Entry(table, "a", build)]):
         assert table == {"a": "b(plain)"}
     assert table == {"a": "plain"}
+
+
+class Leaving:
+    """Part of a cycle, like an engine that nobody uses any more."""
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch, self.itself = patch, self
+        patch.__enter__()
+
+    def __del__(self) -> None:
+        self.patch.__exit__()
+
+
+@pytest.mark.parametrize("threshold", range(1, 12))
+def test_a_collection_at_any_allocation_leaves_nothing(threshold: int) -> None:
+    table: dict[str, Any] = {"a": "plain"}
+    patches = [Patch(lambda: [Entry(table, "a", lambda x: [x])]) for _ in range(3)]
+    thresholds = gc.get_threshold()
+    try:
+        for _ in range(20):
+            Leaving(patches[0])
+            gc.set_threshold(threshold)
+            with patches[1], patches[2]:
+                pass
+            gc.set_threshold(0)
+            gc.collect()
+            assert table == {"a": "plain"}
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_a_change_of_what_cannot_be_built_leaves_nothing() -> None:

@@ -180,6 +180,22 @@ def test_a_callback_may_ask_for_anything(tmp_path: Path) -> None:
     assert trainer.state.global_step == 5 == len(read_losses(tmp_path))
 
 
+def test_a_callback_may_take_back_what_it_asked_for_within_a_step(tmp_path: Path) -> None:
+    class Wavers(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            control.should_training_stop = control.should_save = True
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+            assert control.should_training_stop and control.should_save
+            control.should_training_stop = control.should_save = False
+
+    watcher = Watcher()
+    trainer = make_trainer(tmp_path, callbacks=[Wavers, watcher], max_steps=3)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert [step for event, step in watcher.events if event == "on_save"] == [3]
+
+
 def test_an_epoch_that_a_callback_stops_is_one_of_those_asked_for(tmp_path: Path) -> None:
     class Stops(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
@@ -285,7 +301,21 @@ class AsksEarly(TrainerCallback):
         control.should_training_stop = state.global_step == 2
 
 
-@pytest.mark.parametrize("callback", [Asks, AsksEarly])
+class TakesBack(TrainerCallback):
+    """Asks to stop before the first step, and takes it back within the step."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_training_stop = True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_training_stop = False
+        control.should_save = state.global_step == 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        control.should_training_stop = state.global_step == 3
+
+
+@pytest.mark.parametrize("callback", [Asks, AsksEarly, TakesBack])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_any_process_decides_for_all(tmp_path: Path, rank: int, callback: Any) -> None:
     for steps, folders in run_in_kept_processes(_ask_on, 2, rank, str(tmp_path), callback):

@@ -311,6 +311,9 @@ def swap_weights_beside_another_engine(loop: Loop) -> None:
 def replace_a_modules_weight(loop: Loop) -> None:
     """Read from its module, a split weight is a stand-in: what is set on it goes to the weight."""
     layer = loop.model.transformer.h[0].mlp.c_fc
+    loop.engine.backward(loop.compute_loss(0))
+    del layer.bias.grad
+    assert dict(loop.model.named_parameters())["transformer.h.0.mlp.c_fc.bias"].grad is None
     layer.bias.requires_grad = False
     assert not dict(loop.model.named_parameters())["transformer.h.0.mlp.c_fc.bias"].requires_grad
     layer.weight.data = torch.zeros(layer.weight.shape)

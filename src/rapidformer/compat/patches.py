@@ -76,8 +76,8 @@ class Change(AbstractContextManager[None]):
             keeper.enter(self)
 
     def __exit__(self, *_: object) -> None:
-        # Another thread than the one that entered may drop an engine.
-        self._depth.set(max(self._depth.get() - 1, 0))
+        if self._depth.get():  # another thread than the one that entered may drop an engine
+            self._depth.set(self._depth.get() - 1)
         with self._lock:
             self._users -= 1
             if not self._users and self._undo is not None:
@@ -137,23 +137,33 @@ class _Place:
         with _lock:
             if self._get() is not self._top:  # somebody has replaced it since
                 self._plain = self._top = self._get()
-                self.layers = []
-            self._put([*self.layers, layer])
+                self.layers.clear()
+            self.layers.append(layer)
+            self._rebuild()
 
     def remove(self, layer: _Layer) -> None:
         with _lock:
             if layer in self.layers:
-                self._put([other for other in self.layers if other is not layer])
+                self.layers.remove(layer)
+                self._rebuild()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether something of ours is there."""
+        return bool(self.layers) or self._get() is not self._plain
 
     def _get(self) -> Any:
         return self._table.get(self.name, _MISSING)
 
-    def _put(self, layers: list[_Layer]) -> None:
-        self.layers, value = layers, self._plain
-        for layer in layers:
-            value = layer.build_on(value)
-        # While that was built, an engine may have been garbage-collected, and its layer removed.
-        if self.layers is not layers or self._get() is not self._top:
+    def _rebuild(self) -> None:
+        layers: list[_Layer] | None = None
+        value = self._plain
+        # Meanwhile, an engine may be garbage-collected, which removes its layer in here.
+        while layers != self.layers:
+            layers, value = list(self.layers), self._plain
+            for layer in layers:
+                value = layer.build_on(value)
+        if self._get() is not self._top:
             return
         self._top = value
         if value is not _MISSING:

@@ -46,14 +46,18 @@ def get_world_size_from_environment() -> int:
 def follow_own_group() -> None:
     """Set what a launcher sets, if the script has started its processes and their group itself.
 
-    Otherwise each of them would train alone, into the same folder.
+    Otherwise each of them would train alone, into the same folder. The variables stay. A GPU that
+    the script has chosen is kept.
     """
     if is_launched() or not (dist.is_available() and dist.is_initialized()):
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size > 1:
+        local_rank = rank % (torch.cuda.device_count() or world_size)
+        if torch.cuda.is_initialized() and torch.cuda.current_device():
+            local_rank = torch.cuda.current_device()
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        os.environ.setdefault("LOCAL_RANK", str(rank % (torch.cuda.device_count() or world_size)))
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
 
 
 def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:

@@ -42,14 +42,17 @@ class ModelFiles:
         """Why rank 0 cannot save by itself, if it cannot."""
         return None if is_alone() else describe_split(self._collect())
 
-    def gather_weights(self) -> dict[str, Any]:
-        """All weights by name, whole; if they are split, on rank 0, and empty elsewhere."""
-        if (split := self._describe_split()) is None:
-            model = self._model.parallelized.model
-            return gather_weights(model) or list_weights(model)
+    def gather_weights(self, *, everywhere: bool = False) -> dict[str, Any]:
+        """All weights by name, whole, on rank 0; empty elsewhere.
+
+        With ``everywhere``, all ranks have them if they are not split.
+        """
+        model, split = self._model.parallelized.model, self._describe_split()
+        if split is None:
+            return list_weights(model) if everywhere else gather_weights(model)
         with attending("gathering the weights", needs_all=split):
             weights = self._gather_from_deepspeed()
-            return gather_weights(self._model.parallelized.model) if weights is None else weights
+            return gather_weights(model) if weights is None else weights
 
     def export(
         self, folder: str | Path, processor: Any = None, *, merge: bool | None = None

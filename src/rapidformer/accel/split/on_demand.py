@@ -58,12 +58,15 @@ class WholeOnDemand(torch.Tensor):
         first, name = args[0] if args else None, getattr(func, "__name__", "")
         # Something that only the weight has, a change of it in place, or a view to change it by.
         is_view = func is Tensor.__getitem__ and not torch.is_grad_enabled()
-        is_own = is_view or func in _OF_PARAMETERS or IN_PLACE.fullmatch(name)
-        if (is_own or name == "__set__") and isinstance(first, cls) and first._source is not None:
+        is_attribute = func in _OF_PARAMETERS or name in ("__set__", "__delete__")
+        is_own = is_view or is_attribute or IN_PLACE.fullmatch(name)
+        if is_own and isinstance(first, cls) and first._source is not None:
             if name == "__get__":
                 return func(first._source)
             if name == "__set__":
                 return setattr(first._source, func.__self__.__name__, args[1])
+            if name == "__delete__":
+                return delattr(first._source, func.__self__.__name__)
             # The parameter may have one of its own, such as our hooks and items.
             return getattr(first._source, name)(*args[1:], **kwargs)
         args, kwargs = tree_map_only(cls, cls.full_tensor, (args, kwargs))

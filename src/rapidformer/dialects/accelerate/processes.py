@@ -204,8 +204,8 @@ class ProcessVerbs:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """This process's part of a list, tuple, tensor, ``datasets.Dataset`` or dictionary of them.
 
-        Padded by the last item of all. As in Accelerate, one process takes all, and anything else,
-        say a prompt, is for every process.
+        Padded by the last item of all. As in Accelerate, one process takes all, and any other
+        sequence, such as a prompt, is for every process.
         """
         yield self._take_part(inputs, pads=apply_padding) if self.use_distributed else inputs
 
@@ -221,15 +221,17 @@ class ProcessVerbs:
         count, extra = divmod(len(inputs), self.num_processes)
         index = self.process_index
         start = index * count + min(index, extra)
-        mine = list(range(start, start + count + (index < extra)))
-        if pads and len(inputs):
-            mine += [len(inputs) - 1] * (count + bool(extra) - len(mine))
+        end = start + count + (index < extra)
+        missing = count + bool(extra) - (end - start) if pads and len(inputs) else 0
         if isinstance(inputs, torch.Tensor):
-            return inputs[mine]
+            part = inputs[start:end]
+            return torch.cat([part, *[inputs[-1:]] * missing]) if missing else part
         if isinstance(inputs, (list, tuple)):
-            part = [inputs[number] for number in mine]
-            return tuple(part) if isinstance(inputs, tuple) else part
-        return inputs.select(mine) if hasattr(inputs, "select") else inputs
+            sequence: Any = inputs
+            return sequence[start:end] + sequence[-1:] * missing
+        if _is_hub_data(inputs):
+            return inputs.select([*range(start, end), *[len(inputs) - 1] * missing])
+        return inputs
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or maximum of a tensor over the processes; also of nested ones.
@@ -287,6 +289,11 @@ def _only_if(is_so: Callable[[], bool], function: Function) -> Function:
         return function(*values, **options) if is_so() else None
 
     return run
+
+
+def _is_hub_data(data: Any) -> bool:
+    kind = getattr(sys.modules.get("datasets"), "Dataset", None)
+    return kind is not None and isinstance(data, kind)
 
 
 def _gather_nested(engine: RapidformerEngine, values: Any) -> Any:

@@ -79,7 +79,7 @@ class SavingVerbs(ProcessVerbs):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's weights whole; if sharded, on the first process, and all must call this."""
         if (engine := self._find_trainer(model)) is not None:
-            return engine.checkpoints.gather_weights()
+            return engine.checkpoints.gather_weights(everywhere=True)
         inner = get_inner(model)
         return gather_weights(inner) or list_weights(inner)
 

@@ -160,7 +160,7 @@ class TrainerAccelerator(ProcessVerbs):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's weights whole; if sharded, on the first process, and all must call this."""
-        return self.engine.checkpoints.gather_weights()
+        return self.engine.checkpoints.gather_weights(everywhere=True)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_trainer" or name.startswith("__"):  # a copy is made: it needs no engine

@@ -21,13 +21,14 @@ from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.folders import lift_model, link_checkpoint, list_weights
 from rapidformer.dialects.huggingface.records import STATE_FILE
-from rapidformer.dist.collectives import gather_from_all
+from rapidformer.dist.collectives import gather_from_all, max_over_all
 from rapidformer.log import warn_once
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from rapidformer.training.timetable import count_updates
 
 REQUESTS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate",
              "should_save")  # fmt: skip
+_STOPS = REQUESTS[:2]
 # The loop acts on requests of these only at the end of the step.
 _WITHIN_STEP = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step")
 # What transformers logs of a training interval, by our names.
@@ -244,25 +245,35 @@ class LoopEvents(Callback):
         """Callbacks may ask for things, and may take back what the settings ask for."""
         if loop is not None:
             self._follow(loop)
-        _copy_requests(control, self._trainer.control)
-        yield
         theirs = self._trainer.control
+        _copy_requests(control, theirs)
+        for name, value in self._wishes.items():
+            setattr(theirs, name, value)
+        before = {name: getattr(theirs, name) for name in REQUESTS}
+        yield
         for name in REQUESTS:
             value = getattr(theirs, name)
-            # Within a step nothing is due yet that could be taken back.
-            if value != getattr(control, name) and (value or events):
+            if value == before[name]:
+                continue
+            if value or events or name in _STOPS:
                 self._wishes[name] = value
-        _copy_requests(theirs, control)
+            else:  # all ranks begin a step without what was due before it
+                self._wishes.pop(name, None)
+                setattr(control, name, False)
         if self._heard.intersection(events):
             self._agree(control)
         elif events:
+            _copy_requests(theirs, control)
             self._wishes = {}  # nobody was told, so every rank has the same
 
     def _agree(self, control: Control) -> None:
         """What callbacks of any rank asked for counts on all; if they differ, the first rank's."""
-        for wishes in reversed(gather_from_all(self._wishes)):
-            for name, value in wishes.items():
-                setattr(control, name, value)
+        args = self._trainer.args
+        weight = 2 * (args.world_size - args.process_index)
+        mine = [weight + self._wishes[name] if name in self._wishes else 0 for name in REQUESTS]
+        for name, answer in zip(REQUESTS, max_over_all(mine), strict=True):
+            if answer:
+                setattr(control, name, answer % 2 == 1)
         self._wishes = {}
 
     def _follow(self, loop: RunningLoop) -> None:
