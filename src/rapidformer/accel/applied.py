@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.plain_weights import PlainWeights
+from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_modules import WEIGHT_TABLES
 from rapidformer.config.switches import get_switch
 from rapidformer.errors import RapidformerError
@@ -131,8 +132,13 @@ class Applied:
 
     def enter(self, context: AbstractContextManager[Any]) -> Any:
         """Enter a context until the engine closes, or is dropped without that."""
-        value = context.__enter__()
-        leave = weakref.finalize(self, context.__exit__, None, None, None)
+        value: Any = None
+        if isinstance(context, Change):
+            context.acquire()
+            leave: weakref.finalize[..., Any] = weakref.finalize(self, context.release)
+        else:
+            value = context.__enter__()
+            leave = weakref.finalize(self, context.__exit__, None, None, None)
         leave.atexit = False
         self._contexts.append(leave)
         self._undo.callback(leave)

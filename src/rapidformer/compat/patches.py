@@ -7,6 +7,7 @@ what it installs asks ``is_inside`` whether the call is ours.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import os
@@ -53,7 +54,7 @@ class Change(AbstractContextManager[None]):
         self._depth: ContextVar[int] = ContextVar("depth", default=0)
 
     def is_inside(self) -> bool:
-        """Whether this thread is one of the users."""
+        """Whether this thread has entered it."""
         return self._depth.get() > 0
 
     @property
@@ -62,22 +63,32 @@ class Change(AbstractContextManager[None]):
         return self._users > 0
 
     def __enter__(self) -> None:
+        self.acquire()
+        self._depth.set(self._depth.get() + 1)
+
+    def __exit__(self, *_: object) -> None:
+        self._depth.set(max(self._depth.get() - 1, 0))
+        self.release()
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """Stay made until the keeper (an engine's ``Applied``) closes; without one, for good."""
+        if keeper is None:
+            self.acquire()
+        else:
+            keeper.enter(self)
+
+    def acquire(self) -> None:
+        """One more user, whose calls are not looked at."""
         with self._lock:
             if not self._users:
                 self._undo = self._make()
             self._users += 1
-        self._depth.set(self._depth.get() + 1)
 
-    def keep(self, keeper: Keeper | None) -> None:
-        """Stay inside until the keeper (an engine's ``Applied``) closes; without one, for good."""
-        if keeper is None:
-            self.__enter__()
-        else:
-            keeper.enter(self)
+    def release(self) -> None:
+        """The reverse. Sets no ContextVar: within another one's, Python 3.11 would crash.
 
-    def __exit__(self, *_: object) -> None:
-        if self._depth.get():  # another thread than the one that entered may drop an engine
-            self._depth.set(self._depth.get() - 1)
+        A garbage collection that ends an engine may run there.
+        """
         with self._lock:
             self._users -= 1
             if not self._users and self._undo is not None:
@@ -134,7 +145,7 @@ class _Place:
         self._plain = self._top = self._get()
 
     def add(self, layer: _Layer) -> None:
-        with _lock:
+        with _lock, _without_collections():
             if self._get() is not self._top:  # somebody has replaced it since
                 self._plain = self._top = self._get()
                 self.layers.clear()
@@ -142,7 +153,7 @@ class _Place:
             self._rebuild()
 
     def remove(self, layer: _Layer) -> None:
-        with _lock:
+        with _lock, _without_collections():
             if layer in self.layers:
                 self.layers.remove(layer)
                 self._rebuild()
@@ -156,13 +167,9 @@ class _Place:
         return self._table.get(self.name, _MISSING)
 
     def _rebuild(self) -> None:
-        layers: list[_Layer] | None = None
         value = self._plain
-        # Meanwhile, an engine may be garbage-collected, which removes its layer in here.
-        while layers != self.layers:
-            layers, value = list(self.layers), self._plain
-            for layer in layers:
-                value = layer.build_on(value)
+        for layer in self.layers:
+            value = layer.build_on(value)
         if self._get() is not self._top:
             return
         self._top = value
@@ -172,9 +179,21 @@ class _Place:
             del self._table[self.name]
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """A garbage collection may end an engine, whose patches are removed then and there."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 _places: WeakValueDictionary[tuple[int, str], _Place] = WeakValueDictionary()
 """By owner and name; those of which a patch knows."""
-_lock = threading.RLock()  # an engine may be garbage-collected inside
+_lock = threading.RLock()
 
 
 def _find_place(owner: Any, name: str) -> _Place:
