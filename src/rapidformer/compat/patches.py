@@ -145,7 +145,7 @@ class _Place:
         self._plain = self._top = self._get()
 
     def add(self, layer: _Layer) -> None:
-        with _lock, _without_collections():
+        with _lock, without_collections():
             if self._get() is not self._top:  # somebody has replaced it since
                 self._plain = self._top = self._get()
                 self.layers.clear()
@@ -153,7 +153,7 @@ class _Place:
             self._rebuild()
 
     def remove(self, layer: _Layer) -> None:
-        with _lock, _without_collections():
+        with _lock, without_collections():
             if layer in self.layers:
                 self.layers.remove(layer)
                 self._rebuild()
@@ -180,8 +180,8 @@ class _Place:
 
 
 @contextmanager
-def _without_collections() -> Iterator[None]:
-    """A garbage collection may end an engine, whose patches are removed then and there."""
+def without_collections() -> Iterator[None]:
+    """No garbage is collected inside: a collection may end an engine, which removes its patches."""
     was_on = gc.isenabled()
     gc.disable()
     try:

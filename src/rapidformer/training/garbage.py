@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rapidformer.compat.patches import without_collections
+
 _SHORT = 20
 """Steps of a run below which a full collection at the start would not pay off."""
 _FREEZES_AFTER = 40
@@ -41,12 +43,8 @@ class GarbageCollection:
     def held_back(self) -> Iterator[None]:
         """No collection inside, unless the user has turned it off altogether."""
         was_on = gc.isenabled()
-        gc.disable()
-        try:
+        with without_collections():
             yield
-        finally:
-            if was_on:
-                gc.enable()
         self._count += 1
         if self._count == self._freezes_after and was_on:
             self._freeze()
