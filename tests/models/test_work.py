@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     BertConfig,
     BertForTokenClassification,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -70,6 +72,14 @@ def test_causal_attention_counts_half() -> None:
     # The rest is the rotary embedding's table.
     assert counted + masked == pytest.approx(count_executed(model), rel=1e-4)
     assert work.weights == sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+
+def test_blocks_may_have_heads_of_different_sizes() -> None:
+    config = Gemma4TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, global_head_dim=16, hidden_size_per_layer_input=4,
+        vocab_size_per_layer_input=50, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    assert count_work(Gemma4ForCausalLM(config)).per_pair == 12 * 4 * (8 + 16)
 
 
 def test_an_encoder_decoder_counts_sources_and_targets() -> None:

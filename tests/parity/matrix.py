@@ -85,8 +85,8 @@ ADAPTED = (
     "gpt2-lora", "gpt2-dora", "experts-lora", *(f"{name}-lora" for name in TARGETS),
 )  # fmt: skip
 MODELS = (
-    "bert", "bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gemma2", "mixtral", "apertus",
-    "deepseek", "gpt-oss", "phi3", "gpt", "gpt-rope", "gpt-moe", "vit", "custom", "unplanned",
+    "bert", "bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gemma2", "gemma4", "mixtral",
+    "apertus", "deepseek", "gpt-oss", "phi3", "gpt", "gpt-rope", "gpt-moe", "vit", "custom", "unplanned",
     *ADAPTED,
 )  # fmt: skip
 WITH_EXPERTS = ("gpt-moe", "mixtral", "mixtral-lora", "experts-lora")

@@ -28,6 +28,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GptOssConfig,
@@ -210,6 +212,14 @@ MODELS: dict[str, Callable[[float, int], nn.Module]] = {  # of a dropout and a n
     "qwen3": lambda p, n: Qwen3ForCausalLM(Qwen3Config(**_llama(n, tie_word_embeddings=True))),
     "gemma2": lambda p, n: Gemma2ForCausalLM(
         Gemma2Config(**_llama(n, final_logit_softcapping=30.0, attn_implementation="eager"))
+    ),
+    # The last block has larger heads than the others, and all see far back but the first ones.
+    "gemma4": lambda p, n: Gemma4ForCausalLM(
+        Gemma4TextConfig(
+            **_llama(n, global_head_dim=16, sliding_window=6, hidden_size_per_layer_input=4),
+            vocab_size_per_layer_input=VOCABULARY,
+            layer_types=["sliding_attention"] * (n - 1) + ["full_attention"],
+        )
     ),
     "mixtral": lambda p, n: MixtralForCausalLM(MixtralConfig(**_llama(n, num_local_experts=4))),
     # Learnt activations, whose weights work on a share of the width.

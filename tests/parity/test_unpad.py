@@ -22,7 +22,7 @@ CONTEXT = {"context_parallel_size": 2}
 
 
 def test_in_one_process() -> None:
-    check(1, under(ON, "bert", "bert-mlm", "deberta", "gpt2", "llama", "t5"))
+    check(1, under(ON, "bert", "bert-mlm", "deberta", "gpt2", "gemma4", "t5"))
 
 
 def test_on_two_processes() -> None:

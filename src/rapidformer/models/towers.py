@@ -55,6 +55,16 @@ def get_text_config(config: Any) -> Any:
     return config if part is None else part
 
 
+def list_values(config: Any, name: str) -> list[Any]:
+    """A setting's value in each block, or the one that all share; empty if there is none.
+
+    transformers refuses to name one value of a setting that differs between blocks (Gemma 4).
+    """
+    blocks = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    values = (getattr(block, name, None) for block in blocks)
+    return [value for value in values if value is not None]
+
+
 def choose_auto_class(name: str, config: Any) -> str:
     """The Auto class of the *whole* model: the one for text would leave its towers out."""
     is_whole = name != "AutoModelForCausalLM" or _find_class(config) is None

@@ -20,7 +20,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from rapidformer.models.configuration import get_size
-from rapidformer.models.towers import get_text_config, is_inside, list_frozen_parts
+from rapidformer.models.towers import (
+    get_text_config,
+    is_inside,
+    list_frozen_parts,
+    list_values,
+)
 
 _PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.MultiheadAttention)
 _FORWARD_AND_BACKWARD = 6
@@ -119,8 +124,8 @@ def _count_attention(config: Any) -> float:
     )
     if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
         return 0.0
-    size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or hidden // heads
-    return 12.0 * layers * heads * size
+    sizes = list_values(config, "head_dim") or list_values(config, "d_kv") or [hidden // heads]
+    return 12.0 * layers * heads * sum(sizes) / len(sizes)
 
 
 def _count(number: float) -> str:

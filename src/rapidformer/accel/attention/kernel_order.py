@@ -37,6 +37,7 @@ from rapidformer.compat.transformers_models import (
     supports_flex_attention,
 )
 from rapidformer.errors import ConfigurationError
+from rapidformer.models.towers import list_values
 from rapidformer.overlay import extend
 
 _CUDNN, _FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
@@ -147,9 +148,9 @@ def _get_head_size(model: nn.Module) -> int:
     for config in find_configs(model):
         heads = getattr(config, "num_attention_heads", None)
         width = getattr(config, "hidden_size", None)
-        size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-        if isinstance(size, int):
-            sizes.append(size)
+        named = list_values(config, "head_dim") or list_values(config, "d_kv")
+        if named:
+            sizes += named
         elif isinstance(heads, int) and isinstance(width, int) and heads:
             sizes.append(width // heads)  # a Swin has a list of heads, one number per stage
     return max(sizes)

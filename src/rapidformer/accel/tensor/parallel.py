@@ -46,6 +46,7 @@ from rapidformer.models.tensor_plans import (
     find_unsplittable,
     get_layer_name,
 )
+from rapidformer.models.towers import list_values
 from rapidformer.overlay import find_fact, get_fact
 
 _PARTS = {"fused_qkv": 3, "fused_kv": 2, "whole_fused_qkv": 3, "whole_fused_kv": 2}
@@ -236,11 +237,12 @@ def _find_module_problem(module: nn.Module, style: str, size: int) -> str | None
 
 
 def _get_heads(model: nn.Module, name: str = "num_attention_heads") -> int:
-    """A number from the model's configuration; 0 if it has none."""
+    """A number from the model's configuration; 0 if it has none, or if blocks differ."""
     config = getattr(model, "config", None)
     # A multimodal model keeps the heads in a nested configuration.
     text_config = getattr(config, "get_text_config", lambda: config)()
-    number = getattr(text_config, name, None)
+    numbers = {*list_values(text_config, name)}
+    number = numbers.pop() if len(numbers) == 1 else None
     return number if isinstance(number, int) else 0
 
 

@@ -17,7 +17,7 @@ from rapidformer.models.configuration import get_size, load_config
 from rapidformer.models.evaluation_mode import evaluation_mode
 from rapidformer.models.location import get_model_location, is_from_scratch
 from rapidformer.models.processor_files import keep_processor_files
-from rapidformer.models.towers import reads_more_than_text
+from rapidformer.models.towers import list_values, reads_more_than_text
 from rapidformer.tasks.pretraining.objectives import (
     HiddenSpans,
     HiddenTokens,
@@ -169,8 +169,9 @@ def check_documents(objective: NextToken, model: Any) -> None:
 
 def _check_window(model: Any, seq_length: int) -> None:
     """Our mask would replace the model's own, and with it the sliding window."""
-    window = getattr(model.config, "sliding_window", None)
-    if isinstance(window, int) and 0 < window < seq_length:
+    windows = [w for w in list_values(model.config, "sliding_window") if isinstance(w, int)]
+    window = min((w for w in windows if w > 0), default=seq_length)
+    if window < seq_length:
         raise _refuse(
             "--reset-attention-mask",
             model,
