@@ -34,6 +34,7 @@ ORDER = {
     "fp8": "multiplies in 8 bits in training",
     "table": "takes the gradient of a small embedding table from a matrix product",
     "convolution": "multiplies Fourier transforms instead of convolving",
+    "scans": "scans its tokens by products of chunks (Mamba-2, Qwen3.5)",
     "heads": "takes keys and values by slices, for which the host does not wait",
     "bias": "lays out a relative position bias as fused attention needs it",
     "positions": "scores relative positions without gathering them (DeBERTa)",

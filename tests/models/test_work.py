@@ -76,8 +76,9 @@ def test_causal_attention_counts_half() -> None:
 
 def test_blocks_may_have_heads_of_different_sizes() -> None:
     config = Gemma4TextConfig(
-        **SIZES, num_key_value_heads=2, head_dim=8, global_head_dim=16, hidden_size_per_layer_input=4,
-        vocab_size_per_layer_input=50, layer_types=["sliding_attention", "full_attention"],
+        **SIZES, num_key_value_heads=2, head_dim=8, global_head_dim=16,
+        hidden_size_per_layer_input=4, vocab_size_per_layer_input=50,
+        layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     assert count_work(Gemma4ForCausalLM(config)).per_pair == 12 * 4 * (8 + 16)
 

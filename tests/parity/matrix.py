@@ -86,7 +86,8 @@ ADAPTED = (
 )  # fmt: skip
 MODELS = (
     "bert", "bert-mlm", "roberta", "gpt2", "t5", "llama", "qwen3", "gemma2", "gemma4", "mixtral",
-    "apertus", "deepseek", "gpt-oss", "phi3", "gpt", "gpt-rope", "gpt-moe", "vit", "custom", "unplanned",
+    "apertus", "deepseek", "gpt-oss", "phi3", "gpt", "gpt-rope", "gpt-moe", "vit", "custom",
+    "unplanned",
     *ADAPTED,
 )  # fmt: skip
 WITH_EXPERTS = ("gpt-moe", "mixtral", "mixtral-lora", "experts-lora")

@@ -1,0 +1,223 @@
+"""Scans by products of chunks: those of transformers, and the recurrence that both compute."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from rapidformer.accel.scans.delta_rule import apply_delta_rule
+from rapidformer.accel.scans.state_space import scan_states
+from rapidformer.compat import transformers_scans
+from rapidformer.engine import RapidformerEngine
+from rapidformer.overlay import list_layers
+from tests.accel.test_applied import look
+
+LENGTHS = (3, 64, 150)
+Scan = Callable[..., tuple[Tensor, Tensor]]
+
+
+def scan_token_by_token(
+    values: Tensor, dt: Tensor, rate: Tensor, keys: Tensor, queries: Tensor, _: int, *,
+    D: Tensor, dt_bias: Tensor, initial_states: Tensor, **__: Any,  # noqa: N803
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    values, dt, rate, keys, queries, skip, bias, state = (
+        t.double() for t in (values, dt, rate, keys, queries, D, dt_bias, initial_states)
+    )
+    dt, shared = functional.softplus(dt + bias), values.shape[2] // keys.shape[2]
+    keys, queries = (part.repeat_interleave(shared, 2) for part in (keys, queries))
+    outputs = []
+    for token in range(values.shape[1]):
+        taken = dt[:, token, :, None] * values[:, token]
+        state = state * (dt[:, token] * rate).exp()[..., None, None]
+        state = state + taken[..., None] * keys[:, token, :, None]
+        read = (state * queries[:, token, :, None]).sum(-1)
+        outputs.append(read + skip[:, None] * values[:, token])
+    return torch.stack(outputs, 1), state
+
+
+def apply_rule_token_by_token(
+    query: Tensor, key: Tensor, value: Tensor, *,
+    g: Tensor, beta: Tensor, initial_state: Tensor | None = None, **__: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dtype = query.dtype
+    query, key, value, g, beta = (t.double() for t in (query, key, value, g, beta))
+    query, key = (t * (t.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for t in (query, key))
+    rows, tokens, heads, size = key.shape
+    state = torch.zeros(rows, heads, size, value.shape[-1], dtype=torch.float64)
+    state, outputs = state if initial_state is None else initial_state.double(), []
+    for token in range(tokens):
+        state = state * g[:, token].exp()[..., None, None]
+        its_key = key[:, token, :, :, None]
+        moved = (value[:, token] - (state * its_key).sum(2)) * beta[:, token, :, None]
+        state = state + its_key * moved[:, :, None]
+        outputs.append((state * query[:, token, :, :, None]).sum(2) * size**-0.5)
+    return torch.stack(outputs, 1).to(dtype), state
+
+
+def run(scan: Scan, inputs: list[Any], named: dict[str, Any]) -> list[Tensor]:
+    """Outputs, first and second gradients."""
+    inputs = [t.clone().requires_grad_() if isinstance(t, Tensor) else t for t in inputs]
+    tensors = {k: v.clone().requires_grad_() for k, v in named.items() if isinstance(v, Tensor)}
+    outputs = scan(*inputs, **(named | tensors))
+    torch.manual_seed(1)
+    loss = sum((output * torch.randn(output.shape)).sum() for output in outputs)
+    learnt = [t for t in inputs if isinstance(t, Tensor)] + list(tensors.values())
+    slopes = torch.autograd.grad(loss, learnt, create_graph=True)
+    curves = torch.autograd.grad(sum(slope.square().sum() for slope in slopes), learnt)
+    return [*outputs, *slopes, *curves]
+
+
+def compare(mine: Scan, theirs: Scan, exact: Scan, inputs: list[Any], named: Any) -> None:
+    """As exact as transformers' own, which rounds in another order."""
+    expected = run(exact, inputs, named)
+    errors = [
+        [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+        for found in (run(mine, inputs, named), run(theirs, inputs, named))
+    ]
+    assert max(errors[0]) < max(5e-6, 2 * max(errors[1]))
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_state_space(tokens: int, groups: int) -> None:
+    torch.manual_seed(0)
+    rows, heads, size, state = 2, 4, 5, 6
+    inputs = [
+        torch.randn(rows, tokens, heads, size), torch.randn(rows, tokens, heads),
+        -3 * torch.rand(heads), torch.randn(rows, tokens, groups, state),
+        torch.randn(rows, tokens, groups, state), 32,
+    ]  # fmt: skip
+    named = {
+        "D": torch.randn(heads), "dt_bias": torch.randn(heads), "dt_softplus": True,
+        "initial_states": torch.randn(rows, heads, size, state), "return_final_states": True,
+    }  # fmt: skip
+    compare(scan_states, modeling_mamba2.mamba2_chunk_scan, scan_token_by_token, inputs, named)
+
+
+@pytest.mark.parametrize("tokens", LENGTHS)
+def test_delta_rule(tokens: int) -> None:
+    torch.manual_seed(0)
+    rows, heads, size, width = 2, 3, 6, 5
+    inputs = [torch.randn(rows, tokens, heads, n) for n in (size, size, width)]
+    named = {
+        "g": -torch.rand(rows, tokens, heads), "beta": torch.rand(rows, tokens, heads),
+        "initial_state": torch.randn(rows, heads, size, width), "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }  # fmt: skip
+    theirs = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    compare(apply_delta_rule, theirs, apply_rule_token_by_token, inputs, named)
+
+
+SIZES = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0,
+}  # fmt: skip
+STATES = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_chunk_size": 8}
+DELTA = {
+    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Mamba2": ("Mamba2Config", {
+        "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16,
+        "state_size": 8, "chunk_size": 8, "n_groups": 2, "pad_token_id": 0,
+    }),
+    "GraniteMoeHybrid": ("GraniteMoeHybridConfig", {
+        **SIZES, **STATES, "shared_intermediate_size": 48, "num_local_experts": 0,
+        "layer_types": ["mamba", "attention"],
+    }),
+    "FalconH1": ("FalconH1Config", {**SIZES, **STATES, "mamba_d_ssm": 32, "mamba_d_head": 8}),
+    "Bamba": ("BambaConfig", {**SIZES, **STATES, "attn_layer_indices": [1]}),
+    "Qwen3_5": ("Qwen3_5TextConfig", {**SIZES, **DELTA}),
+    "Qwen3Next": ("Qwen3NextConfig", {
+        **SIZES, **DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    }),
+}  # fmt: skip
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    config, sizes = FAMILIES[family]
+    settings = getattr(transformers, config)(**sizes)
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(settings)
+    return model
+
+
+def build_batch(tokens: int = 70) -> dict[str, Tensor]:
+    ids, mask = torch.randint(3, 50, (3, tokens)), torch.ones(3, tokens, dtype=torch.long)
+    mask[1, 40:] = mask[2, 9:] = 0
+    return {
+        "input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100),
+    }  # fmt: skip
+
+
+def list_gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return {name: p.grad.double() for name, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients of a model whose delta rule is exact: transformers' own is not."""
+    model, batch = build(family), build_batch()
+    plain = copy.deepcopy(model)
+    engine = RapidformerEngine(args={"clip_grad": 0.0})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    composed, *_ = engine.compose(model, optimizer)
+    scanning = [m for m in composed.modules() if "scans" in list_layers(m)]
+    assert scanning
+    assert "scans: layers without attention" in engine.explain()
+    loss = composed(**batch).loss
+    engine.backward(loss)
+    found = list_gradients(composed)
+    for module in (modeling_qwen3_5, transformers.models.qwen3_next.modeling_qwen3_next):
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", apply_rule_token_by_token)
+    plain.config.use_cache = False
+    expected = plain(**batch).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, gradient in list_gradients(plain).items():
+        assert (found[name] - gradient).norm() < 2e-5 * gradient.norm() + 1e-9, name
+
+
+def test_a_closed_model_is_the_plain_one_and_generates_the_same() -> None:
+    model = build("FalconH1")
+    before, prompt = look(model), build_batch()["input_ids"][:1]
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    engine = RapidformerEngine()
+    composed, *_ = engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert composed.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
+    engine.close()
+    assert look(model) == before
+
+
+def test_kernels_of_a_package_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_scans, "find_spec", lambda name: name == "mamba_ssm" or None)
+    assert not transformers_scans.list_scans(modeling_mamba2.Mamba2Mixer)
+    layer = modeling_qwen3_5.Qwen3_5GatedDeltaNet
+    assert transformers_scans.list_scans(layer) == ["torch_chunk_gated_delta_rule"]
+
+
+def test_an_unknown_scan_is_left_alone_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scan(hidden_states: Tensor, dt: Tensor) -> None: ...
+
+    scan.__module__ = modeling_mamba2.__name__
+    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", scan)
+    engine, model = RapidformerEngine(), build("Mamba2")
+    engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert not any("scans" in list_layers(module) for module in model.modules())
+    (line,) = (line for line in engine.explain().splitlines() if "scans" in line)
+    assert "mamba2_chunk_scan of transformers" in line
+    assert "takes (hidden_states, dt)" in line
+    engine.close()
