@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import CheckpointError, ModelError
@@ -111,6 +111,18 @@ def test_layers_that_torch_never_calls_are_not_adapted() -> None:
     assert engine.model.adapter.describe() == "LORA, rank 2 on 0.linear1, 0.linear2"
     with pytest.raises(ModelError, match=r"out_proj would never be.*it: self_attn\."):
         compose(build_encoder(), lora_rank=2, lora_target_modules=["out_proj"])
+
+
+def test_layers_that_peft_refuses_are_not_adapted() -> None:
+    """Kernels for Mamba read the weight of the projection after the scan."""
+    config = FalconH1Config(
+        vocab_size=50, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, mamba_d_ssm=32, mamba_n_heads=4,
+        mamba_d_head=8, mamba_d_state=8,
+    )  # fmt: skip
+    engine, _ = compose(FalconH1ForCausalLM(config), lora_rank=2)
+    described = engine.model.adapter.describe()
+    assert "in_proj" in described and "out_proj" not in described
 
 
 @pytest.mark.usefixtures("_fast_path")

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import Gemma4TextConfig
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models.configuration import get_position_limit, load_config
@@ -47,3 +48,14 @@ def test_remote_code_is_refused_unless_asked_for(folder: Path, tmp_path: Path) -
     (tmp_path / "own" / "mine.py").write_text("raise SystemExit('ran')")
     with pytest.raises(ModelError, match=r"add --trust-remote-code if you trust it"):
         load_config(make_args(pretrained_model_name_or_path=str(tmp_path / "own")))
+
+
+def test_blocks_with_heads_of_different_sizes(tmp_path: Path) -> None:
+    """transformers refuses to name one size for all of them."""
+    Gemma4TextConfig(
+        hidden_size=64, num_hidden_layers=6, num_attention_heads=4, head_dim=16, global_head_dim=32
+    ).save_pretrained(tmp_path)
+    location = {"pretrained_model_name_or_path": str(tmp_path), "from_scratch": True}
+    config = load_config(make_args(**location, hidden_size=32, num_attention_heads=4))
+    assert config.hidden_size == 32
+    assert [block.head_dim for block in config.per_layer_config] == [16] * 5 + [32]

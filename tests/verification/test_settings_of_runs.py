@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import GraniteMoeHybridConfig, LlamaConfig
 
 from rapidformer.cli.verify import DIFFERS, _Verification
 from rapidformer.config import parse_arguments
@@ -124,3 +125,24 @@ def test_round_off_of_other_micro_batches_is_not_blamed_on_the_loss() -> None:
         verification._is_deterministic = lambda _: True
         verification._explain(make_trace(0.0), [make_trace(2e-5)], is_cut=False)
         assert verification._status == status
+
+
+@pytest.mark.parametrize("kind", ["llama", "granite"])
+def test_models_are_narrowed_if_that_leaves_one_that_runs(kind: str, tmp_path: Path) -> None:
+    """The states of a Mamba layer have a width of their own, which must fit the model's."""
+    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+    if kind == "llama":
+        LlamaConfig(**sizes, intermediate_size=48).save_pretrained(tmp_path)
+    else:
+        GraniteMoeHybridConfig(
+            **sizes, shared_intermediate_size=48, num_local_experts=0, mamba_n_heads=4,
+            mamba_d_state=8, layer_types=["mamba", "attention"] * 3,
+        ).save_pretrained(tmp_path)  # fmt: skip
+    flags = f"--task causal_lm --pretrained-model-name-or-path {tmp_path} --checkpoint-activations"
+    job = Job(
+        folder="/nowhere", kind="switched", updates=1, processes=1, global_batch_size=4,
+        micro_batch_size=4,
+    )  # fmt: skip
+    changed = change_settings(parse_arguments(flags.split()), job)
+    assert (changed.from_scratch, changed.num_layers) == (True, 2)
+    assert changed.hidden_size == (32 if kind == "llama" else None)

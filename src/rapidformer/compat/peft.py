@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 from torch import nn
 
 PRIVATE_NAMES = {
-    "peft.tuners.tuners_utils.BaseTunerLayer._disable_adapters": "a model without its adapters"
+    "peft.tuners.tuners_utils.BaseTunerLayer._disable_adapters": "a model without its adapters",
+    "peft.tuners.tuners_utils._check_lora_target_modules_mamba": (
+        "LoRA on all layers but those that it cannot adapt"
+    ),
 }
 _IS_OFF = "_disable_adapters"
 _ARE_OFF: ContextVar[bool] = ContextVar("adapters are off", default=False)
@@ -37,3 +40,16 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         _ARE_OFF.reset(before)
         for module in adapted:
             setattr(module, _IS_OFF, False)
+
+
+def list_refused(config: Any, model: nn.Module, names: Iterable[str]) -> list[str]:
+    """The layers among these, by the ends of their names, that peft refuses to adapt."""
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba as check
+
+    refused = []
+    for name in names:
+        try:
+            check(config, model, name)
+        except ValueError:
+            refused.append(name)
+    return refused

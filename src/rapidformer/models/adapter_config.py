@@ -103,6 +103,8 @@ def choose_targets(model: Any, config: Any, fresh: Sequence[str]) -> None:
     """Complete the configuration; ``fresh`` are weights that the base model's files lack."""
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN
 
+    from rapidformer.compat.peft import list_refused
+
     # peft knows which layers are usual for an architecture; for others, all linear ones.
     kind = getattr(getattr(model, "config", None), "model_type", None)
     is_lora = config.peft_type.value == "LORA"
@@ -110,7 +112,8 @@ def choose_targets(model: Any, config: Any, fresh: Sequence[str]) -> None:
     if is_lora and not any(named) and kind not in KNOWN:
         config.target_modules = _ALL_LINEAR
     if getattr(config, "target_modules", None) == _ALL_LINEAR:
-        _exclude(config, list_uncalled(model))
+        ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        _exclude(config, [*list_uncalled(model), *list_refused(config, model, sorted(ends))])
     modules = dict.fromkeys(name.rpartition(".")[0] for name in fresh)
     heads = _HEADS.get(config.task_type, ())
     added = [name for name in modules if name and not set(name.split(".")) & set(heads)]

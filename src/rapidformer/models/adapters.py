@@ -132,7 +132,7 @@ def apply_adapters(
         adapted = get_peft_model(model, config)
     inner = get_inner(adapted)
     adapter_config.check_called(inner, uncalled)
-    if uncalled or left_out:
+    if getattr(config, "exclude_modules", None):
         adapter_config.forget_excluded(config, adapted)
     return inner
 

@@ -22,7 +22,7 @@ from rapidformer.models.location import (
     is_from_scratch,
     lacks_file,
 )
-from rapidformer.models.towers import get_text_config
+from rapidformer.models.towers import get_shared, get_text_config
 from rapidformer.nearest import suggest
 
 # The families' own names for the sizes our flags set. A configuration gets every one of them that
@@ -187,9 +187,10 @@ def _check_sizes(config: Any, args: ModelArguments, location: str) -> None:
 
 
 def _list_stored(config: Any, names: tuple[str, ...]) -> list[str]:
-    """The names that the configuration stores itself (not as a view of another name)."""
-    views = getattr(config, "attribute_map", {})
-    return [name for name in names if name not in views and hasattr(config, name)]
+    """The names of one value that the configuration stores itself, not as a view of another."""
+    views, missing = getattr(config, "attribute_map", {}), object()
+    own = [name for name in names if name not in views]
+    return [name for name in own if get_shared(config, name, missing) is not missing]
 
 
 def _set_all(config: Any, names: tuple[str, ...], value: Any) -> None:

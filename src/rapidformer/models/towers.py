@@ -55,11 +55,16 @@ def get_text_config(config: Any) -> Any:
     return config if part is None else part
 
 
-def list_values(config: Any, name: str) -> list[Any]:
-    """A setting's value in each block, or the one that all share; empty if there is none.
+def get_shared(config: Any, name: str, default: Any = None) -> Any:
+    """A setting, unless transformers refuses to name one value, since blocks differ (Gemma 4)."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:
+        return default
 
-    transformers refuses to name one value of a setting that differs between blocks (Gemma 4).
-    """
+
+def list_values(config: Any, name: str) -> list[Any]:
+    """A setting's value in each block, or the one that all share; empty if there is none."""
     blocks = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     values = (getattr(block, name, None) for block in blocks)
     return [value for value in values if value is not None]

@@ -21,6 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rapidformer.models.configuration import get_size
 from rapidformer.models.towers import (
+    get_shared,
     get_text_config,
     is_inside,
     list_frozen_parts,
@@ -137,8 +138,5 @@ def _count(number: float) -> str:
 
 def _read_window(config: Any) -> int | None:
     """How far back attention looks; None if that is not limited, or differs between blocks."""
-    try:
-        window: int | None = getattr(config, "sliding_window", None)
-    except RuntimeError:  # transformers refuses to name one for blocks that differ
-        return None
+    window: int | None = get_shared(config, "sliding_window")
     return window

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rapidformer.config import Settings
 from rapidformer.config.row import AUTO
@@ -193,12 +193,34 @@ def _reduce_model(args: Settings) -> Settings:
     fewer, narrow = min(layers, _count_layers(args)), min(hidden, _HEAD * heads)
     if (fewer, narrow) == (layers, hidden):
         return args
-    return args.replace(
-        SOURCE, from_scratch=True, num_layers=fewer, hidden_size=narrow, num_attention_heads=heads,
-        ffn_hidden_size=4 * narrow,
+    shallow = args.replace(SOURCE, from_scratch=True, num_layers=fewer)
+    reduced = shallow.replace(
+        SOURCE, hidden_size=narrow, num_attention_heads=heads, ffn_hidden_size=4 * narrow,
         # Narrow layers need larger weights to keep rows as distinct as before.
         init_method_std=getattr(config, "initializer_range", 0.02) * (hidden / narrow) ** 0.5,
     )  # fmt: skip
+    return reduced if _can_run(load_config(reduced)) else shallow
+
+
+def _can_run(config: Any) -> bool:
+    """Whether a text model of these sizes can be called: Mamba's layers have more that must fit."""
+    import torch
+    from transformers import AutoModel
+
+    from rapidformer.models.towers import reads_more_than_text
+
+    if reads_more_than_text(config):
+        return True
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model = AutoModel.from_config(config)
+            targets = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
+            if model.main_input_name == "input_ids":
+                model(input_ids=tokens, **targets)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _count_layers(args: ParallelArguments) -> int:
