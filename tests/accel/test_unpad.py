@@ -28,7 +28,6 @@ from rapidformer.accel.unpad.batches import (
     Filling,
     FixedRows,
     find_rows,
-    find_sides,
     fix_rows,
     read_fixed_rows,
 )
@@ -265,7 +264,7 @@ def test_rows_of_a_graph_that_flash_attention_does_not_take(
 
 def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
     model, batch = build(AutoModelForSeq2SeqLM, "t5", **PAIR), make_pair()
-    assert find_sides(model, batch) is not None
+    assert find_rows(model, batch) is not None
     ones = torch.ones_like(batch["attention_mask"])
     with_gap, empty = batch["attention_mask"].clone(), batch["attention_mask"].clone()
     with_gap[0, 4] = 0
@@ -276,7 +275,7 @@ def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
         ("labels", torch.tensor([0, 1, 1, 0])), ("decoder_attention_mask", ones[:, :5]),
         ("decoder_attention_mask", ones * 0), ("output_attentions", True),
     ):  # fmt: skip
-        assert find_sides(model, {**batch, name: value}) is None, name
+        assert find_rows(model, {**batch, name: value}) is None, name
 
 
 def test_a_loss_that_reads_an_encoders_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

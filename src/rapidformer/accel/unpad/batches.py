@@ -69,20 +69,38 @@ def get_fixed_rows(mask: Any) -> FixedRows | None:
     return getattr(mask, _FIXED, None)
 
 
-def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
+def find_rows(
+    model: Any, given: Mapping[str, Any], *, rounds_up: bool = False
+) -> Rows | Sides | None:
     """The rows of a batch if removing its padding cannot change the loss, otherwise None."""
-    mask, labels, promise = given.get("attention_mask"), find_labels(given), find_promise(given)
-    is_known = isinstance(labels, Tensor) or (promise is not None and promise.reads_all_tokens)
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or not is_known:
+    mask, is_two_sided = given.get("attention_mask"), is_encoder_decoder(model)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not _is_plain(model, given):
         return None
-    if find_requested(model, given) or given.get("past_key_values") is not None:
+    # No cache of unpadded tokens can be returned, and without it a tuple would be shorter.
+    if is_two_sided and (given.get("use_cache") or given.get("return_dict") is False):
         return None
-    has_own_code = not is_own_model(get_own_class(model))
-    fixed = get_fixed_rows(mask)
+    fixed, removal = get_fixed_rows(mask), find_fact(model, Removal)
+    rows: Rows | Sides | None = None
     if fixed is not None:
-        if isinstance(fixed.rows, Rows) and has_own_code:
-            note_origin(fixed.rows, mask, None)
-        return fixed.rows if isinstance(fixed.rows, Rows) else None
+        rows = fixed.rows if isinstance(fixed.rows, Sides) == is_two_sided else None
+    elif not is_two_sided:
+        rows = _read_rows(model, mask, find_labels(given), rounds_up=rounds_up)
+    elif removal is None or not removal.only_in_graphs:
+        rows = read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
+    if rows is not None and not is_own_model(get_own_class(model)):
+        is_real = get_host_copy(mask).bool().numpy().copy() if fixed is None else None
+        note_origin(rows.encoder if isinstance(rows, Sides) else rows, mask, is_real)
+    return rows
+
+
+def _is_plain(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a call says what is read of its result, and asks for nothing that needs padding."""
+    promise, labels = find_promise(given), find_labels(given)
+    is_known = isinstance(labels, Tensor) or (promise is not None and promise.reads_all_tokens)
+    return is_known and not find_requested(model, given) and given.get("past_key_values") is None
+
+
+def _read_rows(model: Any, mask: Tensor, labels: Any, *, rounds_up: bool) -> Rows | None:
     is_real = get_host_copy(mask).bool().numpy()
     # One label per row says nothing about tokens, and reading it would wait for the device.
     is_by_token = labels is not None and labels.shape == mask.shape
@@ -91,8 +109,6 @@ def find_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> 
     if not _is_removable(model, is_real, get_host_copy(labels) if is_by_token else None, least):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
-    if has_own_code:
-        note_origin(rows, mask, is_real.copy())
     # Compiled blocks take a sliding window only, and rows with gaps have none.
     return None if rounds_up and not rows.is_contiguous else rows
 
@@ -101,8 +117,7 @@ def read_fixed_rows(
     model: Any, is_real: Mask, labels: Tensor | None, sizes_up: int = 0, least: Sizes = NO_SIZES
 ) -> FixedRows:
     """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
-    is_proven = find_filling(model).fills
-    if is_on(model) and is_proven and _is_removable(model, is_real, labels):
+    if _may_fill(model) and _is_removable(model, is_real, labels):
         rows = Rows.read_filled(is_real, sizes_up, least)
         if rows.is_contiguous:
             return FixedRows(rows, labelled=_halve(model, rows, labels))
@@ -111,8 +126,11 @@ def read_fixed_rows(
 
 def are_removable(model: Any, batch: Mapping[str, Any]) -> bool:
     """Whether both sides of a batch have padding that can be removed in a graph."""
-    is_possible = find_filling(model).fills and is_on(model)
-    return is_possible and read_masks(batch, _LEAST_PADDING) is not None
+    return _may_fill(model) and read_masks(batch, _LEAST_PADDING) is not None
+
+
+def _may_fill(model: Any) -> bool:
+    return is_on(model) and find_filling(model).fills
 
 
 def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
@@ -144,8 +162,7 @@ def count_labelled(model: Any, given: dict[str, Any]) -> int | None:
 
 def removes_padding(model: Any, batch: Mapping[str, Any]) -> bool:
     """Whether the model removes padding from this batch."""
-    find = find_sides if is_encoder_decoder(model) else find_rows
-    return is_on(model) and find(model, dict(batch)) is not None
+    return is_on(model) and find_rows(model, batch) is not None
 
 
 def is_on(model: Any) -> bool:
@@ -173,41 +190,20 @@ def _is_removable(
     return is_causal or bool(is_real[:, 0].all())
 
 
-def find_sides(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Sides | None:
-    """As ``find_rows``, for both sides of a model."""
-    if find_requested(model, given) or given.get("past_key_values") is not None:
-        return None
-    # No cache of unpadded tokens can be returned, and without it a tuple would be shorter.
-    if given.get("use_cache") or given.get("return_dict") is False:
-        return None
-    fixed = get_fixed_rows(given.get("attention_mask"))
-    if fixed is not None:
-        sides = fixed.rows if isinstance(fixed.rows, Sides) else None
-    else:
-        removal = find_fact(model, Removal)
-        if removal is not None and removal.only_in_graphs:
-            return None
-        sides = read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
-    if sides is not None and not is_own_model(get_own_class(model)):
-        mask = given["attention_mask"]
-        is_real = None if fixed is not None else get_host_copy(mask).bool().numpy().copy()
-        note_origin(sides.encoder, mask, is_real)
-    return sides
-
-
-def is_packed(given: dict[str, Any]) -> bool:
+def is_packed(given: Mapping[str, Any]) -> bool:
     """Whether only a batch's positions can tell its examples apart."""
     positions = given.get("position_ids")
     is_plain = isinstance(positions, Tensor) and positions.dim() == 2
     return is_plain and given.get("attention_mask") is None and given.get("use_cache") is False
 
 
-def find_packed_rows(model: Any, given: dict[str, Any], *, rounds_up: bool = False) -> Rows | None:
+def find_packed_rows(
+    model: Any, given: Mapping[str, Any], *, rounds_up: bool = False
+) -> Rows | None:
     """The examples of packed rows; None if each row has just one, or something needs full rows."""
     labels, positions = find_labels(given), given["position_ids"]
-    if not isinstance(labels, Tensor) or find_requested(model, given):
-        return None
-    if labels.shape != positions.shape or given.get("past_key_values") is not None:
+    is_by_token = isinstance(labels, Tensor) and labels.shape == positions.shape
+    if not is_by_token or not _is_plain(model, given):
         return None
     rows = Rows.read_packed(get_host_copy(positions), positions.device, rounds_up=rounds_up)
     return rows if len(rows.lengths) > len(positions) else None

@@ -238,38 +238,34 @@ def _extend_model(
     ``inner_modules`` are the blocks and everything inside them: a user's hook there must see what
     it would see without the switch. With ``packs``, packed examples are computed apart as well.
     """
-    is_two_sided, watching = is_encoder_decoder(model), Watching(inner_modules)
-    find: Any = batches.find_sides if is_two_sided else batches.find_rows
+    watching, is_staged = Watching(inner_modules), removal.help_of_others is Help.TOGETHER
+
+    def may_remove(model: nn.Module, *, is_by_position: bool) -> bool:
+        """Whether padding may be removed from such a call, and the model is as it was tried."""
+        if is_transformed():  # what stands for padding could not be followed
+            return False
+        if is_staged and not torch.is_grad_enabled():  # nothing would repeat such a call
+            return False
+        if watching.find_watched() or code.has_changed() or parts.has_changed():
+            removal.is_missed |= is_staged
+            return False
+        is_on = removal.is_on or is_by_position
+        return is_on and (not removal.pads_attention or _can_pad_attention(model))
 
     def build(cls: Any) -> dict[str, Any]:
         @functools.wraps(cls.forward)  # trainers read the signature to choose a batch's columns
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(cls.forward, self, *args, **kwargs)
-            promise = find_promise(kwargs)
             is_by_position = packs and batches.is_packed(kwargs)
-            is_staged = removal.help_of_others is Help.TOGETHER
-            if is_transformed():  # what stands for padding could not be followed
-                return run()
-            if is_staged and not torch.is_grad_enabled():
-                return run()  # nothing would repeat such a call
-            if watching.find_watched() or code.has_changed() or parts.has_changed():
-                removal.is_missed |= is_staged
-                return run()
-            if not (removal.is_on or is_by_position):
-                return run()
-            if removal.pads_attention and not _can_pad_attention(self):
+            if not may_remove(self, is_by_position=is_by_position):
                 return run()
             if is_by_position:
-                rows = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
-                return run() if rows is None else _call_packed(run, rows, kwargs)
-            shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
-            is_labelled = is_two_sided or shapes[0] == shapes[1]
-            may_lack_padding = promise is not None or _may_lack_padding(
-                self, removal, has_label_per_token=is_labelled
-            )
-            rows = None
-            if may_lack_padding:
-                rows = find(self, kwargs, rounds_up=removal.rounds_up)
+                examples = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
+                return run() if examples is None else _call_packed(run, examples, kwargs)
+            promise = find_promise(kwargs)
+            if promise is None and not _may_lack_padding(self, removal, kwargs):
+                return run()
+            rows = batches.find_rows(self, kwargs, rounds_up=removal.rounds_up)
             if rows is None:
                 return run()
             removal.has_removed = True
@@ -278,9 +274,8 @@ def _extend_model(
                     return run()
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
-            is_promised = promise is not None
             return call_without_padding(
-                self, run, rows, removal, is_promised=is_promised,
+                self, run, rows, removal, is_promised=promise is not None,
                 labelled=batches.count_labelled(self, kwargs),
             )  # fmt: skip
 
@@ -335,8 +330,10 @@ def is_library_code(model: nn.Module) -> bool:
     return is_own_model(get_own_class(model)) and (loss is None or is_own_loss)
 
 
-def _may_lack_padding(model: nn.Module, removal: Removal, *, has_label_per_token: bool) -> bool:
+def _may_lack_padding(model: nn.Module, removal: Removal, given: Mapping[str, Any]) -> bool:
     """Whether nobody is going to read padding, or this rank can compute it then."""
+    shapes = [getattr(given.get(n), "shape", n) for n in ("labels", "attention_mask")]
+    has_label_per_token = shapes[0] == shapes[1] or is_encoder_decoder(model)
     # Without gradients, results for each token are predictions, which someone reads as a whole.
     if has_label_per_token and not torch.is_grad_enabled():
         return False
