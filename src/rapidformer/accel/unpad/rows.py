@@ -211,7 +211,7 @@ class Rows:
         return self.places[starts] // self.shape[1]
 
     @cached_property
-    def grid(self) -> Tensor:
+    def dense(self) -> Tensor:
         """The index of each token in a flattened grid of rows x ``longest``."""
         lengths = torch.tensor(self.lengths)
         row = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -234,17 +234,7 @@ class Rows:
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[1, real tokens, ...] -> [batch, tokens, ...], with zeros for padding."""
-        padded = Layout.of_rows(self).spread(tensor, 0.0)
-        return padded.view(*self.shape, *tensor.shape[2:])
-
-    def to_grid(self, tensor: Tensor) -> Tensor:
-        """[real tokens, ...] -> [rows, longest, ...]: as little padding as possible."""
-        padded = scatter(tensor[None], self.grid, len(self.lengths) * self.longest)
-        return padded.view(len(self.lengths), self.longest, *tensor.shape[1:])
-
-    def from_grid(self, tensor: Tensor) -> Tensor:
-        """[rows, longest, ...] -> [real tokens, ...]."""
-        return gather(tensor.flatten(0, 1)[None], self.grid).squeeze(0)
+        return Layout.of_rows(self).pad(tensor)
 
     def pack_argument(self, value: Any) -> Any:
         """An argument of a block other than hidden states, packed if it has a value per token."""
@@ -281,11 +271,19 @@ class Layout:
     places: Tensor
     """Of each token in the flattened grid. Tokens whose column was cut off share one more place."""
     grid: tuple[int, int]
+    extra: int = 0
+    """Tokens after those that have places, which round their number up."""
+    is_cut: bool = False
     _cuts: dict[tuple[int, int], Layout] = field(default_factory=dict)
 
     @staticmethod
     def of_rows(rows: Rows) -> Layout:
-        return Layout(rows, rows.places, rows.shape)
+        return Layout(rows, rows.places, rows.shape, rows.extra)
+
+    @staticmethod
+    def of_lengths(rows: Rows) -> Layout:
+        """As little padding as possible: a grid of rows x ``longest``."""
+        return Layout(rows, rows.dense, (len(rows.lengths), rows.longest))
 
     @staticmethod
     def of_filled(rows: Rows) -> Layout:
@@ -298,10 +296,6 @@ class Layout:
     def size(self) -> int:
         return self.grid[0] * self.grid[1]
 
-    @property
-    def is_whole(self) -> bool:
-        return self.places is self.rows.places
-
     def cut(self, start: int, stop: int) -> Layout:
         """The same tokens in a grid that has only these columns."""
         if (start, stop) not in self._cuts:
@@ -309,23 +303,28 @@ class Layout:
             row, column = self.places // self.grid[1], self.places % self.grid[1]
             is_in = (column >= start) & (column < stop) & (self.places < self.size)
             places = torch.where(is_in, row * width + column - start, count * width)
-            self._cuts[start, stop] = Layout(self.rows, places, (count, width))
+            grid = count, width
+            self._cuts[start, stop] = Layout(self.rows, places, grid, self.extra, is_cut=True)
         return self._cuts[start, stop]
 
     def spread(self, tokens: Tensor, fill: float) -> Tensor:
         """[1, tokens, ...] -> [places, ...], with ``fill`` for padding."""
-        tokens = tokens[:, : len(self.places)] if self.rows.extra else tokens
-        if self.is_whole:
+        tokens = tokens[:, : len(self.places)] if self.extra else tokens
+        if not self.is_cut:
             return scatter(tokens, self.places, self.size, fill).squeeze(0)
         return scatter(tokens, self.places, self.size + 1, fill)[0, : self.size]
 
+    def pad(self, tokens: Tensor, fill: float = 0.0) -> Tensor:
+        """[1, tokens, ...] -> [*grid, ...], with ``fill`` for padding."""
+        return self.spread(tokens, fill).view(*self.grid, *tokens.shape[2:])
+
     def take(self, values: Tensor) -> Tensor:
         """[places, ...] -> [1, tokens, ...]."""
-        if not self.is_whole:
+        if self.is_cut:
             values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         tokens = gather(values[None], self.places)
-        if self.rows.extra:
-            zeros = tokens.new_zeros(1, self.rows.extra, *tokens.shape[2:])
+        if self.extra:
+            zeros = tokens.new_zeros(1, self.extra, *tokens.shape[2:])
             tokens = torch.cat([tokens, zeros], 1)
         return tokens
 

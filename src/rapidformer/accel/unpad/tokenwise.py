@@ -99,7 +99,7 @@ def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
         return None
     count = len(layout.places)
     chosen = layout.take(labels)[0, :count]
-    if not layout.is_whole:
+    if layout.is_cut:
         chosen = chosen.where(layout.select(is_labelled), ignored)
     return hidden.tokens[0, :count], chosen
 
@@ -257,7 +257,7 @@ def _index(func: Any, x: Unpadded, index: Any) -> Any:
     if x.is_flat or lead[0] != slice(None):
         return NotImplemented
     rows, column = x.token_layout.rows, lead[1]
-    if column == 0 and type(column) is int and x.token_layout.is_whole and rows.starts_left:
+    if column == 0 and type(column) is int and rows.starts_left and not x.token_layout.is_cut:
         return x.get_first()[(slice(None), *rest)]
     if isinstance(column, slice) and column.step in (None, 1) and rest == [slice(None)] * len(rest):
         start, stop, _ = column.indices(x.token_layout.grid[1])
