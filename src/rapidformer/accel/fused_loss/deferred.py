@@ -19,21 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import enable_reentrant_dispatch
 
 from rapidformer.accel.fused_loss.chunked import Step
 from rapidformer.accel.fused_loss.head import DATA_ACCESS, Head, watch_steps
-from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, note_version, settle
+from rapidformer.accel.later import LateTensor, Noted, have_changed, note_version
+from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, settle
 from rapidformer.compat.patches import Change
-from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import (
     convert_function_arguments,
     tree_leaves,
-    tree_map_only,
     without_torch_dispatch,
     without_torch_function,
 )
-from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import say_once
 from rapidformer.models.watched import is_from_user
@@ -44,9 +41,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that can be deferred. Losses are computed in fp32."""
 
 
-class DeferredLogits(torch.Tensor):
+class DeferredLogits(LateTensor):
     """The outputs of a head that has not been applied yet."""
 
+    meaning = "deferred logits (--fused-loss)"
     head: Head
     _hidden: Tensor
     """Same shape as the logits, except for the last dimension."""
@@ -123,34 +121,18 @@ class DeferredLogits(torch.Tensor):
         return repr(self.compute())
 
     @classmethod
-    @untraced
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_tracing():
-            break_graph("deferred logits (--fused-loss)")
-        if func in FACTS or (func is Tensor.register_hook and not is_from_user(args[1])):
-            return super().__torch_function__(func, types, args, kwargs)
+    def follow(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record what is done to the logits, or compute their loss; otherwise NotImplemented."""
+        if func is Tensor.register_hook and not is_from_user(args[1]):
+            with without_torch_function():
+                return func(*args)
         if func in _NEED_GRADIENT:
             _check_gradient(args[_NEED_GRADIENT[func] :])
         follow = FOLLOWED.get(func)
-        if follow is not None and args and isinstance(args[0], cls) and args[0]._computed is None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and args[0]._has_gradient):
-                result = follow(func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as disabled
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """What has bypassed ``__torch_function__``, such as ``torch.tensor(x)``, needs them."""
-        with enable_reentrant_dispatch():
-            args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if follow is None or not args or not isinstance(args[0], cls) or args[0].is_computed:
+            return NotImplemented
+        with torch.set_grad_enabled(torch.is_grad_enabled() and args[0]._has_gradient):
+            return follow(func, *args, **kwargs)
 
 
 @contextmanager
@@ -160,15 +142,14 @@ def _gradients(is_on: bool) -> Iterator[None]:
         yield
 
 
-def _unpack(packed: tuple[Tensor, int]) -> Tensor:
+def _unpack(packed: Noted) -> Tensor:
     """The tensor, unless it has changed: torch does not check those that hooks have packed."""
-    saved, version = packed
-    if note_version(saved)[1] != version:
+    if have_changed([packed]):
         raise RuntimeError(
             "one of the variables needed for the gradient of the logits has been modified by an "
             "inplace operation."
         )
-    return saved
+    return packed[0]
 
 
 _NEED_GRADIENT = {Tensor.register_hook: 0, Tensor.retain_grad: 0, torch.autograd.grad: 1}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any
@@ -13,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.later import have_changed, note_mode, note_version
 from rapidformer.accel.unpad.kernels import inside, use_rows
 from rapidformer.accel.unpad.sides import SIDES
 from rapidformer.compat.torch_dispatch import tree_leaves
-from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.optim.update import UpdateClock
@@ -107,20 +106,6 @@ class Removal:
         )
 
 
-def note_mode(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Whether gradients and autocast are on, to compute something later as it would be now."""
-    kind, has_gradient = device.type, torch.is_grad_enabled()
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        autocast = torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
-        with torch.set_grad_enabled(has_gradient), autocast:
-            yield
-
-    return enter
-
-
 class Call:
     """One call of a model without padding."""
 
@@ -147,8 +132,7 @@ class Call:
         leaves: list[Any] = []
         if isinstance(run_padded, functools.partial):
             leaves = tree_leaves((run_padded.args, run_padded.keywords))
-        self._inputs = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-        self._versions = [count_changes(tensor) for tensor in self._inputs]
+        self._inputs = [note_version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         removal.begin(self)
 
     @property
@@ -209,7 +193,7 @@ class Call:
             self.removal.turn_off(self._step, is_late=self.is_late)
 
     def _check(self) -> None:
-        if self._versions != [count_changes(tensor) for tensor in self._inputs]:
+        if have_changed(self._inputs):
             raise ConfigurationError(
                 "something reads what the model returns for padding, and the model's inputs were "
                 "changed in place since. Leave padding out, or set --dynamic-shape off."

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import enable_reentrant_dispatch
 
-from rapidformer.accel.unpad.calls import Call, get_call, note_mode
+from rapidformer.accel import later
+from rapidformer.accel.later import LateTensor, Noted, have_changed, note_version
+from rapidformer.accel.unpad.calls import Call, get_call
 from rapidformer.accel.unpad.rows import Layout, Rows
-from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
-from rapidformer.compat.torch_tensors import FACTS, count_changes
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.watched import is_from_user
 
@@ -64,9 +63,10 @@ _HIDE_NAN = {
 """Operations whose result may be a number although they have read NaN, or that refuse it."""
 
 
-class Unpadded(torch.Tensor):
+class Unpadded(LateTensor):
     """A tensor computed without padding from what a model's blocks return."""
 
+    meaning = "padding that does not exist (--dynamic-shape)"
     token_layout: Layout
     is_flat: bool
     """Whether rows and columns are one dimension."""
@@ -77,7 +77,7 @@ class Unpadded(torch.Tensor):
     """How to get it with padding; None if it is too late for that."""
     _value: Tensor | None
     """The values, with NaN for padding."""
-    _copies: list[tuple[Tensor, int]]
+    _copies: list[Noted]
     """What others may write into, and its versions: values, first tokens, what was settled."""
     _writes: int
     """How often something was written into it before."""
@@ -143,7 +143,7 @@ class Unpadded(torch.Tensor):
 
     def take_writes(self) -> None:
         """Take over what was written into a view, which is one of a copy: ``x[:, 0].zero_()``."""
-        written = [copy for copy, version in self._copies if note_version(copy)[1] != version]
+        written = [noted[0] for noted in self._copies if have_changed([noted])]
         if not written or self.is_decided:
             return
         self._writes, self._copies = self._writes + 1, []
@@ -184,16 +184,15 @@ class Unpadded(torch.Tensor):
         is_flat = self.is_flat if is_flat is None else is_flat
         return _build(self._calls, layout or self.token_layout, recompute, tokens, is_flat=is_flat)
 
+    def replay_later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """The same operation, later, on what its arguments are with padding."""
+        return later.replay_later(
+            func, args, kwargs, self.device, Unpadded, Unpadded.get_padded, _say_changed
+        )
+
     @classmethod
-    @untraced
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in FACTS:
-            return super().__torch_function__(func, types, args, kwargs)
-        if is_tracing():
-            break_graph("padding that does not exist (--dynamic-shape)")
+    def follow(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run on the real tokens, or else with NaN for padding; NotImplemented if neither can."""
         if func in _SHAPES:
             meta = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return func(meta, *args[1:], **kwargs)
@@ -210,42 +209,31 @@ class Unpadded(torch.Tensor):
             result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = _run_on_values(func, args, kwargs, operands, leaves)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = tree_map_only(cls, settle, (args, kwargs))
-        return func(*args, **kwargs)
+        return _run_on_values(func, args, kwargs, operands, leaves)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as disabled
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """What has bypassed ``__torch_function__``, such as ``torch.tensor(x)``, reads padding."""
-        with enable_reentrant_dispatch():
-            args, kwargs = tree_map_only(cls, settle, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def compute(self) -> Tensor:
+        """A plain tensor with the values that it would have with padding."""
+        self.take_writes()
+        if self._settled is not None:
+            return self._settled
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # A CUDA graph can neither look at values nor branch on them.
+            raise RapidformerError("its loss may read padding, which only the host could find out")
+        if self._tokens is None and not self.is_decided and not _has_nan(self.get_value()):
+            self._settled = self.get_value()
+            return self._settled
+        is_late = any(call.is_late for call in self._calls)
+        padded = self.get_value() if is_late else self.get_padded()
+        # A loss that is NaN with padding, too, is bad by itself.
+        if is_late or not _has_nan(padded):
+            for call in self._calls:
+                call.blame()
+        return padded
 
 
 def settle(tensor: Any) -> Any:
-    """A plain tensor with the values that it would have with padding; anything else as it is."""
-    if not isinstance(tensor, Unpadded):
-        return tensor
-    tensor.take_writes()
-    if tensor._settled is not None:
-        return tensor._settled
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        # A CUDA graph can neither look at values nor branch on them.
-        raise RapidformerError("its loss may read padding, which only the host could find out")
-    if tensor._tokens is None and not tensor.is_decided and not _has_nan(tensor.get_value()):
-        tensor._settled = tensor.get_value()
-        return tensor._settled
-    is_late = any(call.is_late for call in tensor._calls)
-    padded = tensor.get_value() if is_late else tensor.get_padded()
-    # A loss that is NaN with padding, too, is bad by itself.
-    if is_late or not _has_nan(padded):
-        for call in tensor._calls:
-            call.blame()
-    return padded
+    """A plain tensor in place of one that lacks padding; anything else as it is."""
+    return tensor.compute() if isinstance(tensor, Unpadded) else tensor
 
 
 def settle_all(values: Any) -> Any:
@@ -282,24 +270,11 @@ def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return function(settle(tensor))
 
 
-def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """The same operation, later, on what its arguments are with padding."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    enter_mode = note_mode(leaves[0].device)
-    versions = [note_version(leaf)[1] for leaf in leaves]
-
-    def replay() -> Any:
-        if versions != [note_version(leaf)[1] for leaf in leaves]:
-            raise ConfigurationError(
-                f"{func.__name__}() has read what the model returns for padding, and its other "
-                "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
-                "off."
-            )
-        padded = tree_map_only(Unpadded, Unpadded.get_padded, (args, kwargs))
-        with enter_mode():
-            return func(*padded[0], **padded[1])
-
-    return replay
+def _say_changed(func: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"{func.__name__}() has read what the model returns for padding, and its other arguments "
+        "were changed in place since. Leave padding out, or set --dynamic-shape off."
+    )
 
 
 def _run_on_values(
@@ -322,7 +297,7 @@ def _run_on_values(
         return NotImplemented
     calls = tuple({id(call): call for operand in operands for call in operand._calls}.values())
     keep = functools.partial(_build, calls, operands[0].token_layout)
-    replay = replay_later(func, args, kwargs)
+    replay = operands[0].replay_later(func, args, kwargs)
     if isinstance(result, Tensor) and result.is_floating_point():
         return keep(replay, value=result)
     is_split = type(result) in (tuple, list) and len(result) > 0
@@ -333,17 +308,10 @@ def _run_on_values(
     return NotImplemented
 
 
-def note_version(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor, and how often it was changed in place so far."""
-    if isinstance(tensor, Unpadded):
-        return tensor, tensor.count_writes()
-    return tensor, count_changes(tensor)
-
-
-def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
+def _without_nan(noted: Noted) -> Tensor:
     """What the backward pass reads for padding: not NaN, and a number that log and acos take."""
-    saved, version = noted
-    if version != note_version(saved)[1]:  # with hooks, torch does not look itself
+    saved, _ = noted
+    if have_changed([noted]):  # with hooks, torch does not look itself
         raise RuntimeError("a tensor that a gradient needs was changed in place.")
     return torch.where(saved.isnan(), 0.5, saved) if saved.is_floating_point() else saved
 

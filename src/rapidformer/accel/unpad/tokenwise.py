@@ -16,7 +16,6 @@ from rapidformer.accel.unpad.on_demand import (
     FOLLOWED_PAIRS,
     Unpadded,
     pick,
-    replay_later,
     settle,
 )
 from rapidformer.accel.unpad.places import gather
@@ -123,7 +122,7 @@ def _cast(func: Any, x: Unpadded, other: Tensor) -> Any:
 def _run(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Tensor:
     """Run on the tokens alone."""
     tokens = func(x.tokens, *args, **kwargs)
-    return x.derive(tokens, replay_later(func, (x, *args), kwargs))
+    return x.derive(tokens, x.replay_later(func, (x, *args), kwargs))
 
 
 def _combine(func: Any, left: Any, right: Any, *more: Any, **kwargs: Any) -> Any:
@@ -142,7 +141,7 @@ def _combine(func: Any, left: Any, right: Any, *more: Any, **kwargs: Any) -> Any
     tokens = func(*sides, **kwargs)
     if tokens.shape[:2] != x.tokens.shape[:2]:
         return NotImplemented
-    return x.derive(tokens, replay_later(func, (left, right), kwargs))
+    return x.derive(tokens, x.replay_later(func, (left, right), kwargs))
 
 
 def _fit(x: Unpadded, side: Any) -> Any:
@@ -198,7 +197,7 @@ def _reduce(place: int, default: int | None = None) -> Callable[..., Any]:
         else:
             given, named = (*args[: place - 1], dim, *args[place:]), kwargs
         result = func(x.tokens, *given, **named)
-        replay = replay_later(func, (x, *args), kwargs)
+        replay = x.replay_later(func, (x, *args), kwargs)
         if isinstance(result, Tensor):
             return x.derive(result, replay)
         return type(result)([x.derive(r, pick(replay, n)) for n, r in enumerate(result)])
@@ -227,7 +226,7 @@ def _reshape(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(a, (torch.dtype, Tensor)) for a in (*args, *kwargs.values())):
         return NotImplemented
     shape = tuple(func(torch.empty(x.shape, device="meta"), *args, **kwargs).shape)
-    replay = replay_later(func, (x, *args), kwargs)
+    replay = x.replay_later(func, (x, *args), kwargs)
     for is_flat, lead in ((False, x.token_layout.grid), (True, (x.token_layout.size,))):
         rest = shape[len(lead) :]
         if shape[: len(lead)] == lead and math.prod(shape) == x.numel():
@@ -251,7 +250,7 @@ def _index(func: Any, x: Unpadded, index: Any) -> Any:
     missing = x.dim() - len([p for p in parts if p is not Ellipsis])
     parts[where : where + 1] = [slice(None)] * missing
     lead, rest = parts[: len(x.lead)], parts[len(x.lead) :]
-    replay = replay_later(func, (x, index), {})
+    replay = x.replay_later(func, (x, index), {})
     if all(p == slice(None) for p in lead):
         return x.derive(x.tokens[(slice(None), slice(None), *rest)], replay)
     if x.is_flat or lead[0] != slice(None):
