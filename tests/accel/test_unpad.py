@@ -23,13 +23,13 @@ from transformers import (
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.cuda_graph.columns import Filling
+from rapidformer.accel.cuda_graph.inputs import read_fixed_rows
 from rapidformer.accel.unpad import calls, kernels
 from rapidformer.accel.unpad.batches import (
-    Filling,
     FixedRows,
     find_rows,
     fix_rows,
-    read_fixed_rows,
 )
 from rapidformer.accel.unpad.sides import read_filled_sides
 from rapidformer.accel.unpad.unpadding import apply_unpadding

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
 from rapidformer import RapidformerEngine
-from rapidformer.accel.unpad.batches import find_filling
+from rapidformer.accel.cuda_graph.columns import find_filling
+from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.stirring import keep_state, stir

@@ -21,16 +21,23 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from rapidformer.accel.attention.kernel_scope import MULTIPLE
-from rapidformer.accel.unpad.batches import (
-    FixedRows,
-    are_removable,
+from rapidformer.accel.cuda_graph.columns import (
+    Columns,
+    choose_columns,
+    choose_sides,
     find_filling,
+    pad,
+    pad_array,
+)
+from rapidformer.accel.unpad.batches import (
+    LEAST_PADDING,
+    FixedRows,
+    count_labels,
+    find_rows,
     fix_rows,
     is_on,
-    read_fixed_rows,
-    removes_padding,
+    is_removable,
 )
-from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
 from rapidformer.accel.unpad.promises import reads_no_padding
 from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
 from rapidformer.accel.unpad.sides import (
@@ -38,6 +45,7 @@ from rapidformer.accel.unpad.sides import (
     Sides,
     is_encoder_decoder,
     read_filled_sides,
+    read_masks,
 )
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import iterate_tensors, join, map_tensors
@@ -168,9 +176,10 @@ def _read_padding(
         found = None if sizes_up else _read_sides(model, batch, is_real, least, widens=widens)
     else:
         found = _read_rows(model, batch, is_real, least, sizes_up, widens=widens)
-    if found is None or (not found[0] and found[1].rows is None and removes_padding(model, batch)):
-        return None
-    return found
+    if found is None or found[0] or found[1].rows is not None:
+        return found
+    is_removed = is_on(model) and find_rows(model, batch) is not None
+    return None if is_removed else found
 
 
 def _read_rows(
@@ -193,7 +202,7 @@ def _read_sides(
     model: nn.Module, batch: Any, is_real: Mask, least: Sizes, *, widens: bool
 ) -> tuple[Columns, FixedRows]:
     """Without padding if both sides can be; a loss for which they may not get wider reads it."""
-    if widens and are_removable(model, batch):
+    if widens and _may_fill(model) and read_masks(batch, LEAST_PADDING) is not None:
         columns = find_columns(model, batch, least=least, is_padded=False)
         masks = {name: batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)}
         wide = {n: pad(get_host_copy(mask), columns.get(n)) for n, mask in masks.items()}
@@ -203,6 +212,32 @@ def _read_sides(
     columns = find_columns(model, batch, least=least) if widens else {}
     is_wide = pad_array(is_real, columns.get("attention_mask"))
     return columns, FixedRows(None, is_full=bool(is_wide.all()))
+
+
+def read_fixed_rows(
+    model: Any, is_real: Mask, labels: Tensor | None, sizes_up: int = 0, least: Sizes = NO_SIZES
+) -> FixedRows:
+    """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
+    if _may_fill(model) and is_removable(model, is_real, labels):
+        rows = Rows.read_filled(is_real, sizes_up, least)
+        if rows.is_contiguous:
+            return FixedRows(rows, labelled=_halve(model, rows, labels))
+    return FixedRows(None, is_full=bool(is_real.all()))
+
+
+def _may_fill(model: Any) -> bool:
+    return is_on(model) and find_filling(model).fills
+
+
+def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
+    """Half of the tokens, if no more have a label: with answers only, a head computes half as much.
+
+    Any other fraction would be another graph.
+    """
+    half = len(rows.places) // 2
+    if labels is None or labels.shape != rows.shape:
+        return None
+    return half if count_labels(model, labels) <= half else None
 
 
 def _has_fixed_length(is_real: Mask) -> bool:

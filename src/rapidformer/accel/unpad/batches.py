@@ -9,7 +9,6 @@ place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,34 +17,17 @@ from torch import Tensor
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.origin import note_origin
 from rapidformer.accel.unpad.promises import find_labels, find_promise
-from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
-from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_masks, read_sides
+from rapidformer.accel.unpad.rows import Mask, Rows
+from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.watched import find_requested
 from rapidformer.overlay import find_fact, get_own_class
 
-_LEAST_PADDING = 0.05
+LEAST_PADDING = 0.05
 """Below this fraction of padding, removing it costs more than it saves."""
 _FIXED = "rapidformer_fixed_rows"
-
-
-@dataclass(frozen=True)
-class Filling:
-    """A fact on a model: whether padding added to a batch leaves its results unchanged."""
-
-    fills: bool
-    """If a part of it runs as rows of its own."""
-    widens: bool
-    """If all of it is computed. That of a model of the user's own is not tried beforehand."""
-    limits: tuple[int, ...] = ()
-    """Lengths that may be the longest which a model of the user's own takes."""
-
-
-def find_filling(model: Any) -> Filling:
-    """What was found out about a model."""
-    return find_fact(model, Filling) or Filling(fills=False, widens=False)
 
 
 class FixedRows(NamedTuple):
@@ -86,7 +68,7 @@ def find_rows(
     elif not is_two_sided:
         rows = _read_rows(model, mask, find_labels(given), rounds_up=rounds_up)
     elif removal is None or not removal.only_in_graphs:
-        rows = read_sides(given, _LEAST_PADDING, rounds_up=rounds_up)
+        rows = read_sides(given, LEAST_PADDING, rounds_up=rounds_up)
     if rows is not None and not is_own_model(get_own_class(model)):
         is_real = get_host_copy(mask).bool().numpy().copy() if fixed is None else None
         note_origin(rows.encoder if isinstance(rows, Sides) else rows, mask, is_real)
@@ -105,46 +87,16 @@ def _read_rows(model: Any, mask: Tensor, labels: Any, *, rounds_up: bool) -> Row
     # One label per row says nothing about tokens, and reading it would wait for the device.
     is_by_token = labels is not None and labels.shape == mask.shape
     # A graph of a rounded size serves many batches; one that stays padded has a size of its own.
-    least = 0.0 if rounds_up else _LEAST_PADDING
-    if not _is_removable(model, is_real, get_host_copy(labels) if is_by_token else None, least):
+    least = 0.0 if rounds_up else LEAST_PADDING
+    if not is_removable(model, is_real, get_host_copy(labels) if is_by_token else None, least):
         return None
     rows = Rows.read(is_real, mask.device, rounds_up=rounds_up)
     # Compiled blocks take a sliding window only, and rows with gaps have none.
     return None if rounds_up and not rows.is_contiguous else rows
 
 
-def read_fixed_rows(
-    model: Any, is_real: Mask, labels: Tensor | None, sizes_up: int = 0, least: Sizes = NO_SIZES
-) -> FixedRows:
-    """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
-    if _may_fill(model) and _is_removable(model, is_real, labels):
-        rows = Rows.read_filled(is_real, sizes_up, least)
-        if rows.is_contiguous:
-            return FixedRows(rows, labelled=_halve(model, rows, labels))
-    return FixedRows(None, is_full=bool(is_real.all()))
-
-
-def are_removable(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether both sides of a batch have padding that can be removed in a graph."""
-    return _may_fill(model) and read_masks(batch, _LEAST_PADDING) is not None
-
-
-def _may_fill(model: Any) -> bool:
-    return is_on(model) and find_filling(model).fills
-
-
-def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
-    """Half of the tokens, if no more have a label: with answers only, a head computes half as much.
-
-    Any other fraction would be another graph.
-    """
-    half = len(rows.places) // 2
-    if labels is None or labels.shape != rows.shape:
-        return None
-    return half if _count_labels(model, labels) <= half else None
-
-
-def _count_labels(model: Any, labels: Tensor) -> int:
+def count_labels(model: Any, labels: Tensor) -> int:
+    """How many of them the model's own loss compares."""
     trained = labels[:, 1:] if shifts_labels(model) else labels
     return int(np.count_nonzero(trained.numpy() != IGNORED_LABEL))
 
@@ -157,12 +109,7 @@ def count_labelled(model: Any, given: dict[str, Any]) -> int | None:
     fixed = get_fixed_rows(mask)
     if fixed is not None:
         return fixed.labelled
-    return _count_labels(model, get_host_copy(labels))
-
-
-def removes_padding(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether the model removes padding from this batch."""
-    return is_on(model) and find_rows(model, batch) is not None
+    return count_labels(model, get_host_copy(labels))
 
 
 def is_on(model: Any) -> bool:
@@ -171,8 +118,8 @@ def is_on(model: Any) -> bool:
     return removal is not None and removal.is_on
 
 
-def _is_removable(
-    model: Any, is_real: Mask, labels: Tensor | None, least: float = _LEAST_PADDING
+def is_removable(
+    model: Any, is_real: Mask, labels: Tensor | None, least: float = LEAST_PADDING
 ) -> bool:
     """Whether there is enough padding, and removing it cannot change what is read."""
     padding = is_real.size - np.count_nonzero(is_real)
