@@ -18,8 +18,11 @@ from rapidformer.accel.unpad.on_demand import (
     settle,
 )
 
-_INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}
-"""Where an activation takes ``inplace``, if not as its second argument."""
+_INPLACE = {
+    **{getattr(functional, n): 1 for n in ("relu", "silu", "mish", "relu6", "hardswish")},
+    functional.elu: 2, functional.leaky_relu: 2, functional.dropout: 3,
+}  # fmt: skip
+"""Activations that may write into what they are given, and where they take ``inplace``."""
 
 
 def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor] | None:
@@ -39,8 +42,8 @@ def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
 
 def _apply(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
     """Functions of each number alone, casts included."""
-    flag = args[_INPLACE.get(func, 1) - 1 :][:1]
-    if kwargs.get("inplace") or (func in _MAY_BE_INPLACE and flag == (True,)):
+    place = _INPLACE.get(func, 0)
+    if kwargs.get("inplace") or (place and args[place - 1 : place] == (True,)):
         return func(settle(x), *args, **kwargs)
     if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
         return NotImplemented
@@ -244,10 +247,6 @@ _register(
     _apply,
 )
 _register("type_as", _cast)
-_MAY_BE_INPLACE = {
-    getattr(functional, name)
-    for name in ("relu", "silu", "mish", "elu", "leaky_relu", "relu6", "hardswish", "dropout")
-}
 _register(
     "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__ true_divide "
     "__rtruediv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ "
