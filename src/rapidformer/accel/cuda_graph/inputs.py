@@ -38,8 +38,9 @@ from rapidformer.accel.unpad.batches import (
     is_on,
     is_removable,
 )
+from rapidformer.accel.unpad.origin import Mask
 from rapidformer.accel.unpad.promises import reads_no_padding
-from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
+from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sizes
 from rapidformer.accel.unpad.sides import (
     MASKS,
     Sides,

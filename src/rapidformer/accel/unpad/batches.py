@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.origin import note_origin
+from rapidformer.accel.unpad.origin import Mask
 from rapidformer.accel.unpad.promises import find_labels, find_promise
-from rapidformer.accel.unpad.rows import Mask, Rows
+from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
@@ -71,7 +71,7 @@ def find_rows(
         rows = read_sides(given, LEAST_PADDING, rounds_up=rounds_up)
     if rows is not None and not is_own_model(get_own_class(model)):
         is_real = get_host_copy(mask).bool().numpy().copy() if fixed is None else None
-        note_origin(rows.encoder if isinstance(rows, Sides) else rows, mask, is_real)
+        (rows.encoder if isinstance(rows, Sides) else rows).note_origin(mask, is_real)
     return rows
 
 

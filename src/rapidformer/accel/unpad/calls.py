@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -34,40 +35,32 @@ class Help(Enum):
     TOGETHER = "the others have a part of it (pipeline stages): all of them repeat the update"
 
 
+@dataclass(eq=False, kw_only=True)
 class Removal:
     """A fact on a model: whether its padding is removed."""
 
-    def __init__(
-        self,
-        *,
-        is_trial: bool = False,
-        help_of_others: Help = Help.NONE,
-        rounds_up: bool = False,
-        pads_attention: bool = False,
-        only_in_graphs: bool = False,
-    ) -> None:
-        self.is_on = True
-        self.problem: str | None = None
-        """Why padding is kept; None while it is removed."""
-        self.yields = False
-        """Whether it is off for the sake of CUDA graphs."""
-        self.only_in_graphs = only_in_graphs
-        """Whether only steps that are replayed as CUDA graphs, or might be, remove padding."""
-        self.rounds_up = rounds_up
-        """Whether the number of tokens is one of a few."""
-        self.pads_attention = pads_attention
-        """Whether rows are padded for attention, as blocks' arguments do not show."""
-        self.help_of_others = help_of_others
-        self.clock: weakref.ref[UpdateClock] | None = None
-        """Of the engine that trains the model."""
-        self.has_packed = False
-        """Whether a block has run on real tokens."""
-        self.has_removed = False
-        """Whether this rank has removed padding in the current update of a pipeline."""
-        self.is_missed = False
-        """Whether this rank needs what the others have removed in it."""
-        self._is_trial = is_trial
-        self._calls: list[weakref.ref[Call]] = []
+    is_trial: bool = False
+    help_of_others: Help = Help.NONE
+    rounds_up: bool = False
+    """Whether the number of tokens is one of a few."""
+    pads_attention: bool = False
+    """Whether rows are padded for attention, as blocks' arguments do not show."""
+    only_in_graphs: bool = False
+    """Whether only steps that are replayed as CUDA graphs, or might be, remove padding."""
+    is_on: bool = True
+    problem: str | None = None
+    """Why padding is kept; None while it is removed."""
+    yields: bool = False
+    """Whether it is off for the sake of CUDA graphs."""
+    clock: weakref.ref[UpdateClock] | None = None
+    """Of the engine that trains the model."""
+    has_packed: bool = False
+    """Whether a last block has run on real tokens."""
+    has_removed: bool = False
+    """Whether this rank has removed padding in the current update of a pipeline."""
+    is_missed: bool = False
+    """Whether this rank needs what the others have removed in it."""
+    _calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet, init=False)
 
     def get_step(self) -> int:
         """The number of the current step."""
@@ -76,15 +69,16 @@ class Removal:
 
     def begin(self, call: Call) -> None:
         """Note a call. Those of earlier steps cannot be repeated, and let go of all they need."""
-        calls = [known for known in (reference() for reference in self._calls) if known is not None]
-        for known in calls:
+        for known in list(self._calls):
             if known.is_late:
                 known.forget()
-        self._calls = [weakref.ref(known) for known in (*calls, call) if not known.is_late]
+                self._calls.discard(known)
+        if not call.is_late:
+            self._calls.add(call)
 
     def turn_off(self, step: int, *, is_late: bool) -> None:
         """Keep padding from now on, and say why."""
-        if self.is_on and not self._is_trial:
+        if self.is_on and not self.is_trial:
             self.warn(step, is_late=is_late)
         self.is_on = False
         self.problem = f"step {step} has read what the model returns for padding"
@@ -216,13 +210,6 @@ def count_steps(model: nn.Module, clock: UpdateClock) -> None:
 def get_call() -> Call | None:
     """The call that is running without padding."""
     return _CURRENT.get()
-
-
-def note_packed() -> None:
-    """A block runs on real tokens."""
-    call = _CURRENT.get()
-    if call is not None:
-        call.removal.has_packed = True
 
 
 def record_padded(block: nn.Module, output: Tensor) -> None:

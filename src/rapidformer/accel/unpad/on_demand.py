@@ -247,6 +247,7 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     is_full = len(rows.places) == rows.shape[0] * rows.shape[1] and not rows.is_filled
     if call is None or is_full:  # packed examples have no padding
         return rows.unpack(tokens)
+    call.removal.has_packed = True
     recompute = functools.partial(call.find_padded, block)
     return _build((call,), Layout.of_rows(rows), recompute, tokens)
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from rapidformer.accel.unpad.origin import Mask, MaskOrigin
 from rapidformer.accel.unpad.places import gather, scatter, send
+from rapidformer.compat.torch_tensors import count_changes
 
-Mask = NDArray[np.bool_]
-"""[batch, tokens], true for real tokens. NumPy, which is faster than torch on small arrays."""
 _MANY_ROWS = 16
 """From here on, a batch's tokens and longest row vary so little that finer sizes are few, too."""
 
@@ -33,13 +32,6 @@ class Sizes(NamedTuple):
 
 
 NO_SIZES = Sizes()
-
-
-class Origin(Protocol):
-    """What rows were read from."""
-
-    def allows(self, mask: Any) -> bool:
-        """Whether another mask says the same."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class Rows:
     """The ``bound`` of the other side of an encoder-decoder model, if these rows are filled."""
     is_fixed: bool = False
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
-    origin: Origin | None = field(default=None, compare=False)
+    origin: MaskOrigin | None = field(default=None, compare=False)
     """Set if code of the user's own may use other masks (``origin.py``)."""
     packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
     """Arguments of blocks by their ids, as they are and packed."""
@@ -132,6 +124,10 @@ class Rows:
         ends = rows._compute_ends(2 ** most.bit_length() - len(rows.lengths))
         vars(rows).update(bound=bound, ends=ends)
         return rows
+
+    def note_origin(self, mask: Tensor, is_real: Mask | None) -> None:
+        """Use these rows only where a mask says the same as this one."""
+        vars(self).update(origin=MaskOrigin(mask, count_changes(mask), is_real))
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from rapidformer.accel.unpad.kernels import use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes, round_width
+from rapidformer.accel.unpad.origin import Mask
+from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sizes, round_width
 from rapidformer.data.batch import get_host_copy
 from rapidformer.overlay import extend
 

@@ -17,12 +17,16 @@ from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.unpad import batches, tokenwise
-from rapidformer.accel.unpad.block_code import BlockCode, BlockParts
-from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
+from rapidformer.accel.unpad.block_code import BlockCode
+from rapidformer.accel.unpad.blocks import (
+    extend_blocks,
+    extend_inner_models,
+    find_attention,
+    group_by_stack,
+)
 from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
-from rapidformer.accel.unpad.origin import extend_inner_models
 from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.row_attention import compile_with_dropout
@@ -128,7 +132,7 @@ def apply_unpadding(
     ways = _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled)
     if not ways:
         return f"{type(model).__name__} needs sdpa attention to run without padding here"
-    code = BlockCode(plan.get_blocks(model))
+    code = BlockCode(model, plan.blocks)
     if code.problem is not None and pipeline is None:  # it may not even be tried without effects
         return f"{type(model).__name__} may give other results later: its blocks {code.problem}"
     for pads_attention in ways:
@@ -155,9 +159,7 @@ def apply_unpadding(
         only_in_graphs=only_in_graphs,
     )  # fmt: skip
     put_fact(model, removal)
-    inner_modules = list_inner_modules(model, plan.blocks)
-    parts_now = BlockParts(model, plan.blocks)
-    _extend_model(model, inner_modules, removal, code, parts_now, packs=packs)
+    _extend_model(model, plan, removal, code, packs=packs)
     return None
 
 
@@ -225,20 +227,15 @@ def _extend_parts(
 
 
 def _extend_model(
-    model: nn.Module,
-    inner_modules: Mapping[str, nn.Module],
-    removal: Removal,
-    code: BlockCode,
-    parts: BlockParts,
-    *,
-    packs: bool,
+    model: nn.Module, plan: ModelPlan, removal: Removal, code: BlockCode, *, packs: bool
 ) -> None:
     """Let a model run without padding on batches whose loss cannot change.
 
-    ``inner_modules`` are the blocks and everything inside them: a user's hook there must see what
-    it would see without the switch. With ``packs``, packed examples are computed apart as well.
+    With ``packs``, packed examples are computed apart as well.
     """
-    watching, is_staged = Watching(inner_modules), removal.help_of_others is Help.TOGETHER
+    # A user's hook inside blocks must see what it would see without the switch.
+    watching = Watching(list_inner_modules(model, plan.blocks))
+    is_staged = removal.help_of_others is Help.TOGETHER
 
     def may_remove(model: nn.Module, *, is_by_position: bool) -> bool:
         """Whether padding may be removed from such a call, and the model is as it was tried."""
@@ -246,7 +243,7 @@ def _extend_model(
             return False
         if is_staged and not torch.is_grad_enabled():  # nothing would repeat such a call
             return False
-        if watching.find_watched() or code.has_changed() or parts.has_changed():
+        if watching.find_watched() or code.has_changed():
             removal.is_missed |= is_staged
             return False
         is_on = removal.is_on or is_by_position
