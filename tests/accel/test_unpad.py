@@ -257,7 +257,8 @@ def test_rows_of_a_graph_that_flash_attention_does_not_take(
     else:
         fixed = read_fixed_rows(model, mask.bool().numpy(), batch["labels"])
     assert fixed.rows is not None
-    fix_rows(mask, fixed._replace(rows=fixed.rows.fix(*fixed.rows.tensors)))
+    tensors = [tensor for rows in fixed.rows.each for tensor in rows.tensors]
+    fix_rows(mask, fixed._replace(rows=fixed.rows.fix(*tensors)))
     for name, value in run(model, batch).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 

@@ -93,21 +93,26 @@ class Inputs:
         return self.fixed.rows if self.fixed is not None else None
 
     @property
+    def each(self) -> tuple[Rows, ...]:
+        """Its rows, of both sides if there are two; none if it runs padded."""
+        return self.rows.each if self.rows is not None else ()
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens the model computes on; 0 if that is not known."""
-        return self.rows.num_tokens if self.rows is not None else 0
+        return sum(len(rows.places) for rows in self.each)
 
     @property
     def sizes(self) -> Sizes:
         """What it was rounded up to."""
         names = ("attention_mask", "labels")
         columns, labels = (self.columns[n].width if n in self.columns else 0 for n in names)
-        return Sizes(columns, labels, *(self.rows.rounded if self.rows is not None else ()))
+        return Sizes(columns, labels, *(size for rows in self.each for size in rows.rounded))
 
     def list_arrays(self) -> list[Array]:
         """All values in host memory: those of the batch, then those of its rows."""
-        rows = [tensor.numpy() for tensor in self.rows.tensors] if self.rows is not None else []
-        return [*self.arrays.values(), *rows]
+        of_rows = (tensor.numpy() for rows in self.each for tensor in rows.tensors)
+        return [*self.arrays.values(), *of_rows]
 
 
 def read_inputs(
@@ -130,7 +135,8 @@ def read_inputs(
         return None
     columns, fixed = padding
     arrays, others = _read_values(batch, columns)
-    sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
+    rows = None if fixed is None else fixed.rows
+    sizes = None if rows is None else tuple(each.sizes for each in rows.each)
     is_full = fixed is not None and fixed.is_full
     labelled = None if fixed is None else fixed.labelled
     key = (_describe(batch, "", columns), tuple(arrays), sizes, is_full, labelled)
@@ -311,7 +317,7 @@ class StaticInputs:
         rows = inputs.rows
         self._rows = None
         if rows is not None:
-            self._rows = rows.fix(*self._packed.tensors[-len(rows.tensors) :])
+            self._rows = rows.fix(*self._packed.tensors[len(inputs.arrays) :])
         if inputs.fixed is not None:
             fix_rows(self._batch["attention_mask"], inputs.fixed._replace(rows=self._rows))
 
@@ -338,8 +344,8 @@ class StaticInputs:
         self._packed.fill(inputs.list_arrays())
         for name, tensor in inputs.others.items():
             self._others[name].copy_(tensor, non_blocking=True)
-        if self._rows is not None:
-            self._rows.forget_packed()
+        for rows in self._rows.each if self._rows is not None else ():
+            rows.packed.clear()  # arguments of an earlier batch
 
 
 def _describe(batch: Any, path: str, columns: Columns) -> Hashable:

@@ -136,8 +136,9 @@ class Rows:
         return (*sizes, self.is_contiguous, self.starts_left)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.places)
+    def each(self) -> tuple[Rows, ...]:
+        """As ``Sides.each``."""
+        return (self,)
 
     @property
     def rounded(self) -> tuple[int, int]:
@@ -148,10 +149,6 @@ class Rows:
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that differs between rows of the same ``sizes``."""
         return self.places, self.columns, self.ends
-
-    def forget_packed(self) -> None:
-        """Forget arguments of an earlier batch."""
-        self.packed.clear()
 
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
         """The same rows with these ``tensors``, which may be overwritten in place."""

@@ -32,24 +32,9 @@ class Sides:
     decoder: Rows
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Everything that Python code can see of filled rows."""
-        return (*self.encoder.sizes, *self.decoder.sizes)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of both sides."""
-        return self.encoder.num_tokens + self.decoder.num_tokens
-
-    @property
-    def rounded(self) -> tuple[int, ...]:
-        """The number of tokens and the bound of a row's length, of both sides."""
-        return (*self.encoder.rounded, *self.decoder.rounded)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that differs between sides of the same ``sizes``."""
-        return (*self.encoder.tensors, *self.decoder.tensors)
+    def each(self) -> tuple[Rows, ...]:
+        """The rows of one side after the other."""
+        return self.encoder, self.decoder
 
     def move_to(self, device: torch.device | None) -> Sides:
         """The same sides with their tensors on the device."""
@@ -59,11 +44,6 @@ class Sides:
         """The same sides with these ``tensors``, which may be overwritten in place."""
         half = len(tensors) // 2
         return Sides(self.encoder.fix(*tensors[:half]), self.decoder.fix(*tensors[half:]))
-
-    def forget_packed(self) -> None:
-        """Forget arguments of an earlier batch."""
-        self.encoder.forget_packed()
-        self.decoder.forget_packed()
 
 
 MASKS = ("attention_mask", "labels", "decoder_attention_mask")
