@@ -249,6 +249,14 @@ def test_blocks_that_mix_tokens_keep_their_padding(
     assert not lacks_padding(check(model))
 
 
+def test_a_frozen_weight_is_no_statistic() -> None:
+    """The trial gives it a gradient, since it may be trained later."""
+    model = build()
+    put(model, 1, Gate())
+    get(model, 1).requires_grad_(False)
+    assert lacks_padding(check(model))
+
+
 @pytest.mark.parametrize("layer", [1, 2])
 def test_a_gate_that_opens_later(layer: int) -> None:
     def open_gate(model: Any, number: int) -> None:

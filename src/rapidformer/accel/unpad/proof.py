@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,10 @@ from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.accel.unpad.stirring import (
     FLOATS,
     SMOOTH,
-    Statistics,
     Steady,
     is_library,
     keep_state,
+    list_statistics,
     stir,
 )
 from rapidformer.dist.whole import get_shard
@@ -48,6 +48,11 @@ biases, each of which sums up over all tokens what its block has computed."""
 Forward = Callable[[dict[str, Any]], Any]
 
 
+def run_whole(batch: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
+    """Inside, ``model.forward`` runs all of the model."""
+    return nullcontext([])
+
+
 def find_difference(
     model: nn.Module,
     plan: ModelPlan,
@@ -56,7 +61,7 @@ def find_difference(
     *,
     is_packed: bool = False,
     sharing: dist.ProcessGroup | None = None,
-    enter: Enter = lambda batch: nullcontext([]),
+    enter: Enter = run_whole,
 ) -> str | None:
     """How a forward pass differs from the model's own, also under autocast; None if it does not.
 
@@ -132,15 +137,16 @@ def _compare(
     weights = _choose_weights(blocks, most) if has_gradients else []
     rows = batch["input_ids"].shape
     own = [m for block in blocks for m in block.modules() if not is_library(get_own_class(m))]
-    statistics = Statistics(blocks)
+    statistics = list_statistics(blocks)
     with evaluation_mode(model), _needing_gradients(weights):
         model.train(in_training)
         with Steady(model, rows, own) if in_training else nullcontext():
             expected = _run(functools.partial(call_plainly, model), batch, weights, enter)
-        if statistics.have_changed():  # a mean over tokens may meet nothing but later evaluations
-            return "its blocks keep statistics of what they compute"
         with Steady(model) if in_training else nullcontext():
             changed = _run(forward, batch, weights, enter)
+    # A mean over tokens may meet nothing but later evaluations.
+    if list_statistics(blocks) != statistics:
+        return "its blocks keep statistics of what they compute"
     if sharing is not None:  # each rank has those of its own tokens
         for gradient in (*expected[1:], *changed[1:]):
             dist.all_reduce(get_shard(gradient), group=sharing)

@@ -12,7 +12,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -149,27 +148,16 @@ def _list_kept(module: nn.Module) -> list[Tensor]:
     return [*module.buffers(recurse=False), *frozen]
 
 
-class Statistics:
-    """What modules keep of the numbers that they see, such as the observers of quantization.
+def list_statistics(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """What modules keep of the numbers that they see, as quantization's observers do, by versions.
 
-    Parametrizations see weights only, not tokens.
+    Parametrizations see weights only, not tokens. Inside ``keep_state``, ids are not used again.
     """
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        modules = [module for block in blocks for module in block.modules()]
-        lists = [module for module in modules if isinstance(module, ParametrizationList)]
-        of_weights = {id(module) for each in lists for module in each.modules()}
-        self._modules = [module for module in modules if id(module) not in of_weights]
-        self._noted = self._read()
-
-    def _read(self) -> list[tuple[Tensor, int]]:
-        kept = (tensor for module in self._modules for tensor in _list_kept(module))
-        return [(tensor, count_changes(tensor)) for tensor in kept if tensor.dtype in FLOATS]
-
-    def have_changed(self) -> bool:
-        """Whether a forward pass has written any of them, or put another in its place."""
-        pairs = zip_longest(self._noted, self._read(), fillvalue=(None, 0))
-        return any(old[0] is not new[0] or old[1] != new[1] for old, new in pairs)
+    modules = [module for block in blocks for module in block.modules()]
+    lists = [module for module in modules if isinstance(module, ParametrizationList)]
+    of_weights = {id(module) for each in lists for module in each.modules()}
+    kept = (t for module in modules if id(module) not in of_weights for t in _list_kept(module))
+    return [(id(tensor), count_changes(tensor)) for tensor in kept if tensor.dtype in FLOATS]
 
 
 @torch.no_grad()

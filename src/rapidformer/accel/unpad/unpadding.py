@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from rapidformer.accel.unpad.calls import Call, Help, Removal
 from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
 from rapidformer.accel.unpad.promises import find_promise
-from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.proof import find_difference, run_whole
 from rapidformer.accel.unpad.row_attention import compile_with_dropout
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.sides import (
@@ -127,7 +126,7 @@ def apply_unpadding(
     register()
     WATCHING.keep(applied)
     stacks = group_by_stack(plan) if pipeline is None else pipeline.stacks
-    parts = [(plan, _run_whole)] if pipeline is None else pipeline.list_alone(model)
+    parts = [(plan, run_whole)] if pipeline is None else pipeline.list_alone(model)
     has_all_tokens = pipeline is None and sharing is None and not splits_tokens
     ways = _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled)
     if not ways:
@@ -176,10 +175,6 @@ def _list_ways(model: nn.Module, plan: ModelPlan, *, may_pad: bool) -> list[bool
     return [False] * has_sdpa + [True] * may_pad
 
 
-def _run_whole(batch: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
-    return nullcontext([])
-
-
 def _find_difference(
     model: nn.Module, trial: Removal, unpadded: Any, parts: Sequence[tuple[ModelPlan, Enter]],
     dtype: torch.dtype | None, sharing: dist.ProcessGroup | None, code: BlockCode,
@@ -200,7 +195,7 @@ def _find_difference(
     if difference is None and code.problem is not None:
         difference = f"or may give some later, since code in its blocks {code.problem}"
     # A model's stages agree, since each rank has seen only its own.
-    is_elsewhere = parts[0][1] is not _run_whole and max_over_all([int(difference is not None)])[0]
+    is_elsewhere = parts[0][1] is not run_whole and max_over_all([int(difference is not None)])[0]
     return difference or ("in a stage on another rank" if is_elsewhere else None)
 
 
