@@ -190,8 +190,7 @@ class Steady(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._model, (self._rows, self._columns), self._own = model, shape, own
-        self._rates: list[tuple[Any, str, float]] = []
-        self._hooks: list[Any] = []
+        self._changes = ExitStack()
         self._depth = 0
 
     def __enter__(self) -> Steady:
@@ -200,12 +199,12 @@ class Steady(TorchDispatchMode):
             for name, value in vars(module).items():
                 is_rate = name == "p" if isinstance(module, DROPOUTS) else "dropout" in name
                 if is_rate and isinstance(value, float):
-                    self._rates.append((module, name, value))
-        for module, name, _ in self._rates:
-            setattr(module, name, 0.0)
+                    setattr(module, name, 0.0)
+                    self._changes.callback(setattr, module, name, value)
         for module in self._own:
-            self._hooks.append(module.register_forward_pre_hook(self._go_in))
-            self._hooks.append(module.register_forward_hook(self._come_out, always_call=True))
+            self._changes.callback(module.register_forward_pre_hook(self._go_in).remove)
+            hook = module.register_forward_hook(self._come_out, always_call=True)
+            self._changes.callback(hook.remove)
         super().__enter__()
         return self
 
@@ -217,10 +216,7 @@ class Steady(TorchDispatchMode):
 
     def __exit__(self, *problem: Any) -> None:
         super().__exit__(*problem)
-        for hook in self._hooks:
-            hook.remove()
-        for module, name, value in self._rates:
-            setattr(module, name, value)
+        self._changes.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
