@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rapidformer.accel.unpad.on_demand import Unpadded, settle
+from rapidformer.accel.unpad.on_demand import Unpadded, lacks_padding, settle
 from rapidformer.accel.unpad.places import gather
 from rapidformer.accel.unpad.rows import Layout
 from rapidformer.accel.unpad.tokenwise import pick_labelled
@@ -29,9 +29,7 @@ class Selection:
 
     def take(self, other: Tensor) -> Tensor:
         """The same rows of another tensor."""
-        if isinstance(other, Unpadded) and other.is_lazy and other.is_promised:
-            other = other.token_layout.spread(other.tokens, 0.0)
-        other = settle(other)
+        other = other.pad_with(0.0) if lacks_padding(other) and other.is_promised else settle(other)
         if self.layout is not None:
             other = self.layout.take(other)[0, : len(self.layout.places)]
         return other if self.index is None else other[self.index]

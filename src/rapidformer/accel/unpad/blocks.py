@@ -25,7 +25,7 @@ from rapidformer.accel.unpad.calls import record_padded
 from rapidformer.accel.unpad.dropout import use_bits
 from rapidformer.accel.unpad.kernels import get_current_rows, inside, use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
+from rapidformer.accel.unpad.on_demand import lacks_padding, settle, start
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.plan import (
@@ -197,8 +197,7 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _has_tokens(value: Any, rows: Rows) -> bool:
     """Whether a value has exactly the real tokens of these rows."""
-    is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
-    return is_lazy and value.token_layout.places is rows.places
+    return lacks_padding(value) and not value.is_flat and value.token_layout.places is rows.places
 
 
 def extend_inner_models(model: nn.Module) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,47 +20,18 @@ from torch import Tensor, nn
 from rapidformer.accel import later
 from rapidformer.accel.later import LateTensor, Noted, have_changed, note_version
 from rapidformer.accel.unpad.calls import Call, get_call
+from rapidformer.accel.unpad.operations import (
+    EFFECTS,
+    FOLLOWED,
+    FOLLOWED_PAIRS,
+    HIDE_NAN,
+    SHAPES,
+    writes,
+)
 from rapidformer.accel.unpad.rows import Layout, Rows
 from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.watched import is_from_user
-
-FOLLOWED: dict[Any, Callable[..., Any]] = {}
-"""Operations that need no padding. Each returns NotImplemented if it does need it."""
-FOLLOWED_PAIRS: dict[Any, Callable[..., Any]] = {}
-"""The same for those of two operands, whichever of them lacks padding."""
-
-_SHAPES = {
-    Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.storage_offset,
-    Tensor.get_device, Tensor.nelement, Tensor.ndimension, Tensor.is_complex, Tensor.is_signed,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes")
-    ),
-}  # fmt: skip
-"""What a tensor on the meta device knows as well."""
-_EFFECTS = {
-    Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
-    Tensor.__setitem__, Tensor.__deepcopy__, torch.autograd.backward, torch.autograd.grad,
-    *(getattr(getattr(Tensor, n), k) for n in ("grad", "data") for k in ("__get__", "__set__")),
-}  # fmt: skip
-"""Operations that do more than return a new tensor; so do those named like ``add_``."""
-
-_HIDE_NAN = {
-    getattr(place, name)
-    for name in (
-        "nan_to_num", "nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign",
-        "sgn", "heaviside", "copysign", "histc", "histogram", "histogramdd", "bernoulli", "msort",
-        "renorm", "cdist", "multinomial", "poisson", "binary_cross_entropy", "multi_margin_loss",
-        "multilabel_margin_loss", "unique", "unique_consecutive", "igamma", "igammac", "gammainc",
-        # Fused attention on a CPU computes some rows of NaN as if they were zeros.
-        "gammaincc", "zeta", "scaled_dot_product_attention", "multi_head_attention_forward",
-        *(name for name in dir(torch.special) if "_polynomial_" in name),
-    )
-    for place in (torch, Tensor, torch.nn.functional, torch.special)
-    if hasattr(place, name)
-}  # fmt: skip
-"""Operations whose result may be a number although they have read NaN, or that refuse it."""
 
 
 class Unpadded(LateTensor):
@@ -129,10 +100,13 @@ class Unpadded(LateTensor):
     def get_value(self) -> Tensor:
         """The values, with NaN for padding."""
         if self._value is None:
-            fill = float("nan") if self.tokens.is_floating_point() else 0
-            self._value = self.token_layout.spread(self.tokens, fill).view(self.shape)
+            self._value = self.pad_with(float("nan") if self.tokens.is_floating_point() else 0)
             self._copies.append(note_version(self._value))
         return self._value
+
+    def pad_with(self, number: float) -> Tensor:
+        """A plain tensor with this number for padding."""
+        return self.token_layout.spread(self.tokens, number).view(self.shape)
 
     def get_first(self) -> Tensor:
         """The first token of each row, which must be real."""
@@ -193,7 +167,7 @@ class Unpadded(LateTensor):
     @classmethod
     def follow(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run on the real tokens, or else with NaN for padding; NotImplemented if neither can."""
-        if func in _SHAPES:
+        if func in SHAPES:
             meta = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return func(meta, *args[1:], **kwargs)
         leaves = tree_leaves((args, kwargs))
@@ -204,7 +178,7 @@ class Unpadded(LateTensor):
         follow = FOLLOWED_PAIRS.get(func)
         if follow is None and args and isinstance(args[0], cls):
             follow = FOLLOWED.get(func)
-        is_alone = "other" not in kwargs and not _writes(func, kwargs)
+        is_alone = "other" not in kwargs and not writes(func, kwargs)
         if follow is not None and is_alone and all(are_lazy):
             result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
@@ -252,21 +226,19 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     return _build((call,), Layout.of_rows(rows), recompute, tokens)
 
 
-def put_zeros(tensor: Any) -> Any:
-    """A plain tensor with zeros for padding that nobody is going to read."""
-    if isinstance(tensor, Unpadded) and tensor.is_lazy:
-        return tensor.token_layout.spread(tensor.tokens, 0.0).view(tensor.shape)
-    return settle(tensor)
-
-
-def lacks_padding(tensor: Tensor) -> bool:
+def lacks_padding(tensor: Any) -> TypeGuard[Unpadded]:
     """Whether only the real tokens of a tensor exist."""
     return isinstance(tensor, Unpadded) and tensor.is_lazy
 
 
+def put_zeros(tensor: Any) -> Any:
+    """A plain tensor with zeros for padding that nobody is going to read."""
+    return tensor.pad_with(0.0) if lacks_padding(tensor) else settle(tensor)
+
+
 def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function that treats each token alone, and that torch's dispatch does not see."""
-    if isinstance(tensor, Unpadded) and tensor.is_lazy:
+    if lacks_padding(tensor):
         return tensor.derive(function(tensor.tokens), lambda: function(tensor.get_padded()))
     return function(settle(tensor))
 
@@ -284,7 +256,7 @@ def _run_on_values(
     """Run with NaN for padding, if that can be taken back; otherwise NotImplemented."""
     if any(operand.is_decided or not operand.has_value for operand in operands):
         return NotImplemented
-    if func in _EFFECTS or func in _HIDE_NAN or _writes(func, kwargs):
+    if func in EFFECTS or func in HIDE_NAN or writes(func, kwargs):
         return NotImplemented
     # The gradient of weights that meet NaN would be NaN even where the loss masks it.
     others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Unpadded)]
@@ -348,14 +320,6 @@ def _build(
 
 def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.detach().isnan().any())
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation changes one of its arguments."""
-    name = str(getattr(func, "__name__", ""))
-    is_named_so = name.endswith("_") and not name.endswith("__")
-    is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
-    return is_named_so or is_operator or bool(kwargs.get("inplace")) or "out" in kwargs
 
 
 class _StandIn(torch.autograd.Function):

@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.on_demand import (
-    FOLLOWED,
-    FOLLOWED_PAIRS,
-    Unpadded,
-    pick,
-    settle,
-)
+from rapidformer.accel.unpad.on_demand import Unpadded, lacks_padding, pick, settle
+from rapidformer.accel.unpad.operations import FOLLOWED, FOLLOWED_PAIRS
 
 _INPLACE = {
     **{getattr(functional, n): 1 for n in ("relu", "silu", "mish", "relu6", "hardswish")},
@@ -27,7 +22,7 @@ _INPLACE = {
 
 def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor] | None:
     """The rows of ``hidden``, [rows, size], that may have a label; None if padding has, too."""
-    if not isinstance(hidden, Unpadded) or not hidden.is_lazy or not hidden.is_flat:
+    if not lacks_padding(hidden) or not hidden.is_flat:
         return None
     layout, rows = hidden.token_layout, hidden.token_layout.rows
     is_labelled = labels != ignored
