@@ -15,8 +15,8 @@ from rapidformer.accel.unpad.batches import is_on
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.on_demand import put_zeros
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
-from rapidformer.accel.unpad.rows import Rows
-from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_filled_sides
+from rapidformer.accel.unpad.rows import Rows, Sides
+from rapidformer.accel.unpad.sides import is_encoder_decoder, read_filled_sides
 from rapidformer.accel.unpad.unpadding import call_without_padding, find_problem
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.errors import ModelError

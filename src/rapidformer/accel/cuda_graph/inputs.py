@@ -40,10 +40,9 @@ from rapidformer.accel.unpad.batches import (
 )
 from rapidformer.accel.unpad.origin import Mask
 from rapidformer.accel.unpad.promises import reads_no_padding
-from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sizes
+from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sides, Sizes
 from rapidformer.accel.unpad.sides import (
     MASKS,
-    Sides,
     is_encoder_decoder,
     read_filled_sides,
     read_masks,

@@ -17,8 +17,8 @@ from torch import Tensor
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.origin import Mask
 from rapidformer.accel.unpad.promises import find_labels, find_promise
-from rapidformer.accel.unpad.rows import Rows
-from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_sides
+from rapidformer.accel.unpad.rows import Rows, Sides
+from rapidformer.accel.unpad.sides import is_encoder_decoder, read_sides
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.models.own_loss import shifts_labels
@@ -71,7 +71,7 @@ def find_rows(
         rows = read_sides(given, LEAST_PADDING, rounds_up=rounds_up)
     if rows is not None and not is_own_model(get_own_class(model)):
         is_real = get_host_copy(mask).bool().numpy().copy() if fixed is None else None
-        (rows.encoder if isinstance(rows, Sides) else rows).note_origin(mask, is_real)
+        rows.each[0].note_origin(mask, is_real)
     return rows
 
 

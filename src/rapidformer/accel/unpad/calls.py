@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from rapidformer.accel.later import have_changed, note_mode, note_version
 from rapidformer.accel.unpad.kernels import inside, use_rows
-from rapidformer.accel.unpad.sides import SIDES
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -160,7 +159,7 @@ class Call:
             self._check()
             assert self._run_padded is not None
             padded: dict[nn.Module, Tensor] = {}
-            with inside(_RECORDED, padded), use_rows(None), inside(SIDES, None), self._enter_mode():
+            with inside(_RECORDED, padded), use_rows(None), self._enter_mode():
                 self._run_padded()
             self._padded = padded
         return self._padded[block]

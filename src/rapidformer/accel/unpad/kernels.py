@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from rapidformer.accel.unpad import cpu_attention, row_attention
 from rapidformer.accel.unpad.masks import RowMask, fuse, get_largest_head
-from rapidformer.accel.unpad.rows import Layout, Rows
+from rapidformer.accel.unpad.rows import Layout, Rows, Sides
 from rapidformer.compat.torch_dispatch import attend_with_flash
 from rapidformer.compat.transformers_masks import get_source
 from rapidformer.compat.transformers_models import get_attention_table, get_mask_table
@@ -219,7 +219,9 @@ _KERNELS: tuple[tuple[Callable[[Call], bool], Callable[[Call], Tensor]], ...] = 
 
 NAME = "rapidformer_by_row"
 T = TypeVar("T")
-_CURRENT: ContextVar[tuple[Rows | None, Rows | None]] = ContextVar("rows", default=(None, None))
+_Current = tuple[Rows | Sides | None, Rows | None]
+_CURRENT: ContextVar[_Current] = ContextVar("rows", default=(None, None))
+"""Rows, and those that full masks attend to if they are others; between stacks, both sides."""
 
 
 @contextmanager
@@ -232,14 +234,22 @@ def inside(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def use_rows(rows: Rows | None, encoder: Rows | None = None) -> AbstractContextManager[None]:
+def use_rows(
+    rows: Rows | Sides | None, encoder: Rows | None = None
+) -> AbstractContextManager[None]:
     """Inside, masks are ``RowMask``s (without rows: as usual); full ones attend to ``encoder``."""
     return inside(_CURRENT, (rows, encoder))
 
 
-def get_current_rows() -> Rows | None:
-    """The rows that a model runs on now."""
+def get_current() -> Rows | Sides | None:
+    """What a model runs on now; None: on a padded batch."""
     return _CURRENT.get()[0]
+
+
+def get_current_rows() -> Rows | None:
+    """The rows that a model, or one stack of it, runs on now."""
+    rows = get_current()
+    return rows if isinstance(rows, Rows) else None
 
 
 @functools.cache
@@ -255,7 +265,7 @@ def _build_masks() -> Any:
     from transformers.masking_utils import bidirectional_mask_function
 
     def make_mask(**given: Any) -> Any:
-        rows, encoder = _CURRENT.get()
+        rows, encoder = get_current_rows(), _CURRENT.get()[1]
         may_attend = given["mask_function"]
         keys = encoder if may_attend is bidirectional_mask_function else None
         if rows is not None and _covers_batch(rows, keys or rows, given):

@@ -256,6 +256,28 @@ class Rows:
         return self.unpack(value) if is_packed else value
 
 
+@dataclass(frozen=True)
+class Sides:
+    """The rows of a batch on both sides of a model."""
+
+    encoder: Rows
+    decoder: Rows
+
+    @property
+    def each(self) -> tuple[Rows, ...]:
+        """The rows of one side after the other."""
+        return self.encoder, self.decoder
+
+    def move_to(self, device: torch.device | None) -> Sides:
+        """The same sides with their tensors on the device."""
+        return Sides(self.encoder.move_to(device), self.decoder.move_to(device))
+
+    def fix(self, *tensors: Tensor) -> Sides:
+        """The same sides with these ``tensors``, which may be overwritten in place."""
+        half = len(tensors) // 2
+        return Sides(self.encoder.fix(*tensors[:half]), self.decoder.fix(*tensors[half:]))
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where tokens, [1, tokens, ...], stand in a padded tensor, whose columns may have been cut."""

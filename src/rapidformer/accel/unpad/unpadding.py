@@ -24,15 +24,13 @@ from rapidformer.accel.unpad.blocks import (
     group_by_stack,
 )
 from rapidformer.accel.unpad.calls import Call, Help, Removal
-from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
+from rapidformer.accel.unpad.kernels import NAME, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
 from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.accel.unpad.proof import find_difference, run_whole
 from rapidformer.accel.unpad.row_attention import compile_with_dropout
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import Rows, Sides
 from rapidformer.accel.unpad.sides import (
-    SIDES,
-    Sides,
     extend_sides,
     find_biased,
     find_stacks,
@@ -281,12 +279,12 @@ def call_without_padding(
     labelled: int | None = None,
 ) -> Any:  # fmt: skip
     """Run a model's forward pass without padding."""
-    device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
+    device = rows.each[0].places.device
     call = Call(
         removal, run, device, knows_labels=is_library_code(model), is_promised=is_promised,
         labelled=labelled,
     )  # fmt: skip
-    with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
+    with use_rows(rows):
         output = call.run(run)
     return _release(output)
 
