@@ -83,8 +83,9 @@ def note_mode(device: torch.device) -> Callable[[], AbstractContextManager[None]
 
 def note_version(tensor: Tensor) -> Noted:
     """A tensor, and how often it was changed in place so far."""
-    is_late = isinstance(tensor, LateTensor)
-    return tensor, tensor.count_writes() if is_late else count_changes(tensor)
+    if isinstance(tensor, LateTensor):
+        return tensor, tensor.count_writes()
+    return tensor, count_changes(tensor)
 
 
 def have_changed(noted: Iterable[Noted]) -> bool:
