@@ -17,6 +17,7 @@ from torch.overrides import enable_reentrant_dispatch
 from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_tensors import FACTS, count_changes
+from rapidformer.errors import ConfigurationError
 
 Noted = tuple[Tensor, int]
 """A tensor, and how often it had been changed in place."""
@@ -67,6 +68,29 @@ class LateTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class StandIn(torch.autograd.Function):
+    """A tensor with a shape and a place in the autograd graph, but without values.
+
+    Code that bypasses ``__torch_function__``, and takes it for a real one, meets ``problem``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, problem: str
+    ) -> Tensor:
+        ctx.problem = problem
+        value = float("nan") if dtype.is_floating_point else 0
+        # One value, expanded, takes no memory.
+        return torch.full((), value, dtype=dtype, device=anchor.device).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        # Our own code sends one zero, expanded.
+        if any(gradient.stride()) and bool(gradient.any()):
+            raise ConfigurationError(ctx.problem)
+        return None, None, None, None
+
+
 def note_mode(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """How to enter autograd's and autocast's mode as they are now."""
     kind, has_gradient = device.type, torch.is_grad_enabled()
@@ -91,6 +115,15 @@ def note_version(tensor: Tensor) -> Noted:
 def have_changed(noted: Iterable[Noted]) -> bool:
     """Whether one of these tensors was changed in place since."""
     return any(note_version(tensor)[1] != version for tensor, version in noted)
+
+
+def unpack(noted: Noted) -> Tensor:
+    """The tensor, unless it has changed: torch does not check those that hooks have packed."""
+    if have_changed([noted]):
+        raise RuntimeError(
+            "one of the variables needed for a gradient has been modified by an inplace operation."
+        )
+    return noted[0]
 
 
 def replay_later(

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rapidformer.accel.fused_loss.chunked import Step
 from rapidformer.accel.fused_loss.head import DATA_ACCESS, Head, watch_steps
-from rapidformer.accel.later import LateTensor, Noted, have_changed, note_version
+from rapidformer.accel.later import LateTensor, StandIn, note_version, unpack
 from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, settle
 from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_dispatch import (
@@ -39,6 +39,12 @@ FOLLOWED: dict[Any, Callable[..., Any]] = {}
 """Operations that do not compute the logits; each returns NotImplemented if it must after all."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that can be deferred. Losses are computed in fp32."""
+
+
+_NOT_FOLLOWED = (
+    "The logits were used by torch.func (vmap, grad) or a compiled extension, which --fused-loss "
+    "cannot follow. Pass it a copy, outputs.logits.clone(), or set --fused-loss off."
+)
 
 
 class DeferredLogits(LateTensor):
@@ -86,7 +92,7 @@ class DeferredLogits(LateTensor):
             # With a gradient even under no_grad: the result is kept, and a loss may use it later.
             # Saved tensors bypass hooks for the same reason: a checkpointed loss that computes the
             # logits finds them computed when it runs again.
-            with _gradients(self._has_gradient), saved_tensors_hooks(note_version, _unpack):
+            with _gradients(self._has_gradient), saved_tensors_hooks(note_version, unpack):
                 logits = self.head.compute(self._pass_hidden())
                 for step in self.steps:
                     logits = step(logits)
@@ -142,16 +148,6 @@ def _gradients(is_on: bool) -> Iterator[None]:
         yield
 
 
-def _unpack(packed: Noted) -> Tensor:
-    """The tensor, unless it has changed: torch does not check those that hooks have packed."""
-    if have_changed([packed]):
-        raise RuntimeError(
-            "one of the variables needed for the gradient of the logits has been modified by an "
-            "inplace operation."
-        )
-    return packed[0]
-
-
 _NEED_GRADIENT = {Tensor.register_hook: 0, Tensor.retain_grad: 0, torch.autograd.grad: 1}
 """Functions that need the gradient of logits, mapped to the position of the first such argument."""
 
@@ -171,7 +167,7 @@ def build(head: Head, hidden: Tensor, layout: Tensor, steps: tuple[Step, ...]) -
     anchor = hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_()
     if isinstance(anchor, Unpadded):
         anchor = anchor.tokens if anchor.is_lazy else settle(anchor)
-    stand_in = _StandIn.apply(anchor, layout, hidden.device)
+    stand_in = StandIn.apply(anchor, layout.shape, layout.dtype, _NOT_FOLLOWED)
     logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
     logits.head, logits._hidden, logits.steps = head, hidden, steps
     logits.strided, logits._has_gradient = layout, torch.is_grad_enabled()
@@ -198,27 +194,6 @@ def _watch_torch() -> Callable[[], None]:
 
 WATCHING = Change(_watch_torch)
 """Inside, we see what bypasses ``__torch_function__``: autograd functions and optimizer steps."""
-
-
-class _StandIn(torch.autograd.Function):
-    """A tensor with the logits' shape and place in the autograd graph, but without values."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, layout: Tensor, device: torch.device) -> Tensor:
-        # One value, expanded, takes no memory.
-        return torch.full((), float("nan"), dtype=layout.dtype, device=device).expand(layout.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        # ``_Through`` sends one zero, expanded. Any other gradient comes from code that bypasses
-        # ``__torch_function__`` and took this for real logits.
-        if any(gradient.stride()) and bool(gradient.any()):
-            raise ConfigurationError(
-                "The logits were used by torch.func (vmap, grad) or a compiled extension, which "
-                "--fused-loss cannot follow. Pass it a copy, outputs.logits.clone(), or set "
-                "--fused-loss off."
-            )
-        return None, None, None
 
 
 class _Through(torch.autograd.Function):

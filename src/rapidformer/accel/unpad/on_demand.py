@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel import later
-from rapidformer.accel.later import LateTensor, Noted, have_changed, note_version
+from rapidformer.accel.later import LateTensor, Noted, StandIn, have_changed, note_version, unpack
 from rapidformer.accel.unpad.calls import Call, get_call
 from rapidformer.accel.unpad.operations import (
     EFFECTS,
@@ -32,6 +32,11 @@ from rapidformer.accel.unpad.rows import Layout, Rows
 from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.watched import is_from_user
+
+_NOT_FOLLOWED = (
+    "What the model returns was used by torch.func (vmap, grad) or a compiled extension, which "
+    "--dynamic-shape cannot follow. Set --dynamic-shape off."
+)
 
 
 class Unpadded(LateTensor):
@@ -283,9 +288,7 @@ def _run_on_values(
 
 def _without_nan(noted: Noted) -> Tensor:
     """What the backward pass reads for padding: not NaN, and a number that log and acos take."""
-    saved, _ = noted
-    if have_changed([noted]):  # with hooks, torch does not look itself
-        raise RuntimeError("a tensor that a gradient needs was changed in place.")
+    saved = unpack(noted)
     return torch.where(saved.isnan(), 0.5, saved) if saved.is_floating_point() else saved
 
 
@@ -307,7 +310,7 @@ def _build(
     shell = value
     if tokens is not None:
         lead = (layout.size,) if is_flat else layout.grid
-        shell = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))
+        shell = StandIn.apply(tokens, (*lead, *tokens.shape[2:]), tokens.dtype, _NOT_FOLLOWED)
     assert shell is not None
     built: Any = shell.as_subclass(Unpadded)
     built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
@@ -320,23 +323,6 @@ def _build(
 
 def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.detach().isnan().any())
-
-
-class _StandIn(torch.autograd.Function):
-    """A tensor with the shape and the place in the autograd graph, but without values."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if not tokens.is_floating_point():
-            return tokens.new_zeros(()).expand(shape)
-        return tokens.new_full((), float("nan")).expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ConfigurationError(
-            "What the model returns was used by torch.func (vmap, grad) or a compiled extension, "
-            "which --dynamic-shape cannot follow. Set --dynamic-shape off."
-        )
 
 
 WATCHING = convert_function_arguments(Unpadded, lambda _, tensor: settle(tensor))
