@@ -8,12 +8,10 @@ training and evaluation are compared.
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -29,6 +27,7 @@ from rapidformer.accel.unpad.stirring import (
     list_statistics,
     stir,
 )
+from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -70,9 +69,9 @@ def find_difference(
     device = next(model.parameters()).device
     compare = functools.partial(_compare, model, plan, forward, sharing, enter)
     try:
-        with _keep_numbers(device), keep_state(model), torch.enable_grad(), SMOOTH:
-            # Not torch.manual_seed: it also seeds GPUs.
-            torch.default_generator.manual_seed(0)
+        on_device = torch.random.fork_rng([device], enabled=device.type == "cuda")
+        on_host = random_numbers_from((0,))
+        with on_device, on_host, keep_state(model), torch.enable_grad(), SMOOTH:
             batch = _make_batch(model, is_packed=is_packed)
             is_rounded = dtype is not None and any(p.dtype == dtype for p in model.parameters())
             in_16_bit = dtype is not None and (is_rounded or device.type == "cuda")
@@ -98,18 +97,6 @@ def find_difference(
     except Exception as error:  # a model's code may raise anything on tensors it does not expect
         reason = str(error).splitlines()[0] if str(error) else ""
         return f"it fails with {type(error).__name__}: {reason}"
-
-
-@contextmanager
-def _keep_numbers(device: torch.device) -> Iterator[None]:
-    """Afterwards, the same random numbers are drawn as if nothing had happened."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
 
 
 def call_plainly(model: nn.Module, batch: dict[str, Any]) -> Any:
