@@ -382,6 +382,15 @@ def test_inputs_that_change_in_between(place: int) -> None:
             weights @ key.clone()
 
 
+def test_scores_that_leave_torch_functions_are_computed() -> None:
+    """Constructors are not asked of a subclass, and would copy NaN without a word."""
+    query, key = torch.randn(2, 8, 8), torch.randn(2, 8, 8)
+    with modules._Deferring(nn.Identity()):
+        product = query @ key
+        assert scores.is_lazy(product)
+        assert torch.equal(torch.Tensor(product), torch.bmm(query, key))
+
+
 def test_weights_with_dropout_that_are_used_twice() -> None:
     query, key = torch.randn(2, 8, 8), torch.randn(2, 8, 8)
     with modules._Deferring(nn.Identity()):

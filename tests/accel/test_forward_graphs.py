@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import BertForSequenceClassification
 
+from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.cuda_graph.forward_graphs import ForwardGraphs, ForwardModel
-from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.promises import reading_no_padding
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.compat.torch_dispatch import tree_leaves

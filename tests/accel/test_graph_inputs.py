@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
+from rapidformer.accel.cuda_graph.columns import Filling
 from rapidformer.accel.cuda_graph.inputs import StaticInputs, read_inputs
-from rapidformer.accel.unpad.batches import Filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.overlay import put_fact
 

@@ -23,14 +23,13 @@ from transformers import (
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
+from rapidformer.accel.cuda_graph.columns import Filling
+from rapidformer.accel.cuda_graph.inputs import read_fixed_rows
 from rapidformer.accel.unpad import calls, kernels
 from rapidformer.accel.unpad.batches import (
-    Filling,
     FixedRows,
     find_rows,
-    find_sides,
     fix_rows,
-    read_fixed_rows,
 )
 from rapidformer.accel.unpad.sides import read_filled_sides
 from rapidformer.accel.unpad.unpadding import apply_unpadding
@@ -258,14 +257,15 @@ def test_rows_of_a_graph_that_flash_attention_does_not_take(
     else:
         fixed = read_fixed_rows(model, mask.bool().numpy(), batch["labels"])
     assert fixed.rows is not None
-    fix_rows(mask, fixed._replace(rows=fixed.rows.fix(*fixed.rows.tensors)))
+    tensors = [tensor for rows in fixed.rows.each for tensor in rows.tensors]
+    fix_rows(mask, fixed._replace(rows=fixed.rows.fix(*tensors)))
     for name, value in run(model, batch).items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
     model, batch = build(AutoModelForSeq2SeqLM, "t5", **PAIR), make_pair()
-    assert find_sides(model, batch) is not None
+    assert find_rows(model, batch) is not None
     ones = torch.ones_like(batch["attention_mask"])
     with_gap, empty = batch["attention_mask"].clone(), batch["attention_mask"].clone()
     with_gap[0, 4] = 0
@@ -276,7 +276,7 @@ def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
         ("labels", torch.tensor([0, 1, 1, 0])), ("decoder_attention_mask", ones[:, :5]),
         ("decoder_attention_mask", ones * 0), ("output_attentions", True),
     ):  # fmt: skip
-        assert find_sides(model, {**batch, name: value}) is None, name
+        assert find_rows(model, {**batch, name: value}) is None, name
 
 
 def test_a_loss_that_reads_an_encoders_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

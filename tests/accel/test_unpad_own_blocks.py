@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, BertForTokenClassification
 
 from rapidformer import RapidformerEngine
-from rapidformer.accel.unpad.batches import find_filling
+from rapidformer.accel.cuda_graph.columns import find_filling
+from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.accel.unpad.stirring import keep_state, stir
@@ -247,6 +247,14 @@ def test_blocks_that_mix_tokens_keep_their_padding(
     model = build()
     put(model, layer, make())
     assert not lacks_padding(check(model))
+
+
+def test_a_frozen_weight_is_no_statistic() -> None:
+    """The trial gives it a gradient, since it may be trained later."""
+    model = build()
+    put(model, 1, Gate())
+    get(model, 1).requires_grad_(False)
+    assert lacks_padding(check(model))
 
 
 @pytest.mark.parametrize("layer", [1, 2])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
-from rapidformer.accel.unpad import tokenwise  # lists the operations it follows
+from rapidformer.accel.fused_loss import selection
 from rapidformer.accel.unpad.calls import Call, Removal, record_padded
 from rapidformer.accel.unpad.on_demand import Unpadded, lacks_padding, settle, start
 from rapidformer.accel.unpad.rows import Rows
@@ -204,7 +204,7 @@ def test_inputs_changed_in_place_since_are_an_error() -> None:
 
 def test_labelled_tokens_are_found_without_waiting() -> None:
     labels = torch.tensor([-100, 7, -100, 3, -100, 5])
-    find = tokenwise._find_labelled
+    find = selection._find_labelled
     assert find(labels, -100, 3).tolist() == [1, 3, 5]
     assert find(labels, -100, 4).tolist() == [1, 3, 5, 0], "places differ, and have no label"
     assert [find(labels, -100, bound) for bound in (None, 0, 6)] == [None] * 3

@@ -14,10 +14,10 @@ from transformers.utils import output_capturing
 from rapidformer.accel.cuda_graph import block_graphs, stacks
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Following
+from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.accel.cuda_graph.passes import HostNumbers
-from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_modules import get_compiled_call
 from rapidformer.engine import RapidformerEngine
 from tests.training import test_cuda_graph as whole

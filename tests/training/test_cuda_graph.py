@@ -37,6 +37,8 @@ from transformers import (
 
 from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.cuda_graph import graphs, inputs
+from rapidformer.accel.cuda_graph.columns import Column
+from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import (
@@ -55,8 +57,6 @@ from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad import batches, unpadding
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.columns import Column
-from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.config import Settings
 from rapidformer.data.batch import NO_BATCH

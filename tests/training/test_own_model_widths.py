@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import BertConfig, BertModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from rapidformer.accel.unpad.columns import _find_ignored_label
+from rapidformer.accel.cuda_graph.columns import _find_ignored_label
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.log import warn_once
 from tests.training.test_cuda_graph import Again, Mixed, make_rows

@@ -30,6 +30,7 @@ from rapidformer.accel.cuda_graph.block_calls import (
     read_call,
 )
 from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
+from rapidformer.accel.cuda_graph.columns import find_filling
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import (
     HostNumbers,
@@ -42,7 +43,6 @@ from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, Recorded
 from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.stacks import Recorded, Stack, StackPass, build_stacks
-from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_modules import (
     call_plainly,

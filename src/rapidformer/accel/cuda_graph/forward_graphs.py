@@ -18,13 +18,13 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Chain
+from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, ModelPasses
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorded_block import Recordable
 from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
 from rapidformer.accel.cuda_graph.stacks import Recorded
-from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.unpadding import is_library_code
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.log import get_logger, say_once

@@ -21,23 +21,31 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from rapidformer.accel.attention.kernel_scope import MULTIPLE
-from rapidformer.accel.unpad.batches import (
-    FixedRows,
-    are_removable,
+from rapidformer.accel.cuda_graph.columns import (
+    Columns,
+    choose_columns,
+    choose_sides,
     find_filling,
+    pad,
+    pad_array,
+)
+from rapidformer.accel.unpad.batches import (
+    LEAST_PADDING,
+    FixedRows,
+    count_labels,
+    find_rows,
     fix_rows,
     is_on,
-    read_fixed_rows,
-    removes_padding,
+    is_removable,
 )
-from rapidformer.accel.unpad.columns import Columns, choose_columns, choose_sides, pad, pad_array
+from rapidformer.accel.unpad.origin import Mask
 from rapidformer.accel.unpad.promises import reads_no_padding
-from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes
+from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sides, Sizes
 from rapidformer.accel.unpad.sides import (
     MASKS,
-    Sides,
     is_encoder_decoder,
     read_filled_sides,
+    read_masks,
 )
 from rapidformer.data.batch import find_host_copy, fits_numpy, get_host_copy
 from rapidformer.data.nested import iterate_tensors, join, map_tensors
@@ -84,21 +92,26 @@ class Inputs:
         return self.fixed.rows if self.fixed is not None else None
 
     @property
+    def each(self) -> tuple[Rows, ...]:
+        """Its rows, of both sides if there are two; none if it runs padded."""
+        return self.rows.each if self.rows is not None else ()
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens the model computes on; 0 if that is not known."""
-        return self.rows.num_tokens if self.rows is not None else 0
+        return sum(len(rows.places) for rows in self.each)
 
     @property
     def sizes(self) -> Sizes:
         """What it was rounded up to."""
         names = ("attention_mask", "labels")
         columns, labels = (self.columns[n].width if n in self.columns else 0 for n in names)
-        return Sizes(columns, labels, *(self.rows.rounded if self.rows is not None else ()))
+        return Sizes(columns, labels, *(size for rows in self.each for size in rows.rounded))
 
     def list_arrays(self) -> list[Array]:
         """All values in host memory: those of the batch, then those of its rows."""
-        rows = [tensor.numpy() for tensor in self.rows.tensors] if self.rows is not None else []
-        return [*self.arrays.values(), *rows]
+        of_rows = (tensor.numpy() for rows in self.each for tensor in rows.tensors)
+        return [*self.arrays.values(), *of_rows]
 
 
 def read_inputs(
@@ -121,7 +134,8 @@ def read_inputs(
         return None
     columns, fixed = padding
     arrays, others = _read_values(batch, columns)
-    sizes = fixed.rows.sizes if fixed is not None and fixed.rows is not None else None
+    rows = None if fixed is None else fixed.rows
+    sizes = None if rows is None else tuple(each.sizes for each in rows.each)
     is_full = fixed is not None and fixed.is_full
     labelled = None if fixed is None else fixed.labelled
     key = (_describe(batch, "", columns), tuple(arrays), sizes, is_full, labelled)
@@ -168,9 +182,10 @@ def _read_padding(
         found = None if sizes_up else _read_sides(model, batch, is_real, least, widens=widens)
     else:
         found = _read_rows(model, batch, is_real, least, sizes_up, widens=widens)
-    if found is None or (not found[0] and found[1].rows is None and removes_padding(model, batch)):
-        return None
-    return found
+    if found is None or found[0] or found[1].rows is not None:
+        return found
+    is_removed = is_on(model) and find_rows(model, batch) is not None
+    return None if is_removed else found
 
 
 def _read_rows(
@@ -193,7 +208,7 @@ def _read_sides(
     model: nn.Module, batch: Any, is_real: Mask, least: Sizes, *, widens: bool
 ) -> tuple[Columns, FixedRows]:
     """Without padding if both sides can be; a loss for which they may not get wider reads it."""
-    if widens and are_removable(model, batch):
+    if widens and _may_fill(model) and read_masks(batch, LEAST_PADDING) is not None:
         columns = find_columns(model, batch, least=least, is_padded=False)
         masks = {name: batch[name] for name in MASKS if isinstance(batch.get(name), Tensor)}
         wide = {n: pad(get_host_copy(mask), columns.get(n)) for n, mask in masks.items()}
@@ -203,6 +218,32 @@ def _read_sides(
     columns = find_columns(model, batch, least=least) if widens else {}
     is_wide = pad_array(is_real, columns.get("attention_mask"))
     return columns, FixedRows(None, is_full=bool(is_wide.all()))
+
+
+def read_fixed_rows(
+    model: Any, is_real: Mask, labels: Tensor | None, sizes_up: int = 0, least: Sizes = NO_SIZES
+) -> FixedRows:
+    """What ``find_rows`` must return for replays of this size; ``sizes_up`` picks a later one."""
+    if _may_fill(model) and is_removable(model, is_real, labels):
+        rows = Rows.read_filled(is_real, sizes_up, least)
+        if rows.is_contiguous:
+            return FixedRows(rows, labelled=_halve(model, rows, labels))
+    return FixedRows(None, is_full=bool(is_real.all()))
+
+
+def _may_fill(model: Any) -> bool:
+    return is_on(model) and find_filling(model).fills
+
+
+def _halve(model: Any, rows: Rows, labels: Tensor | None) -> int | None:
+    """Half of the tokens, if no more have a label: with answers only, a head computes half as much.
+
+    Any other fraction would be another graph.
+    """
+    half = len(rows.places) // 2
+    if labels is None or labels.shape != rows.shape:
+        return None
+    return half if count_labels(model, labels) <= half else None
 
 
 def _has_fixed_length(is_real: Mask) -> bool:
@@ -275,7 +316,7 @@ class StaticInputs:
         rows = inputs.rows
         self._rows = None
         if rows is not None:
-            self._rows = rows.fix(*self._packed.tensors[-len(rows.tensors) :])
+            self._rows = rows.fix(*self._packed.tensors[len(inputs.arrays) :])
         if inputs.fixed is not None:
             fix_rows(self._batch["attention_mask"], inputs.fixed._replace(rows=self._rows))
 
@@ -302,8 +343,8 @@ class StaticInputs:
         self._packed.fill(inputs.list_arrays())
         for name, tensor in inputs.others.items():
             self._others[name].copy_(tensor, non_blocking=True)
-        if self._rows is not None:
-            self._rows.forget_packed()
+        for rows in self._rows.each if self._rows is not None else ():
+            rows.packed.clear()  # arguments of an earlier batch
 
 
 def _describe(batch: Any, path: str, columns: Columns) -> Hashable:

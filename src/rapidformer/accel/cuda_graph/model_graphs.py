@@ -35,7 +35,7 @@ from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, 
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.stacks import Recorded
 from rapidformer.accel.cuda_graph.widths import Widths
-from rapidformer.accel.unpad.calls import note_mode
+from rapidformer.accel.later import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_modules import get_tables

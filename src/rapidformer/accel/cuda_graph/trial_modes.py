@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from rapidformer.accel.cuda_graph.columns import Columns
 from rapidformer.accel.fused_loss.deferred import DeferredLogits
-from rapidformer.accel.unpad.columns import Columns
 from rapidformer.compat.torch_dispatch import TorchDispatchMode
 from rapidformer.data.batch import count_rows
 from rapidformer.data.nested import map_tensors

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.cuda_graph.columns import Columns, find_filling, widen
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
 from rapidformer.accel.cuda_graph.recorder import measure_differences
@@ -33,8 +34,6 @@ from rapidformer.accel.cuda_graph.trial_modes import (
     NotForPadding,
     SameChoices,
 )  # fmt: skip
-from rapidformer.accel.unpad.batches import find_filling
-from rapidformer.accel.unpad.columns import Columns, widen
 from rapidformer.accel.unpad.rows import NO_SIZES
 from rapidformer.accel.unpad.stirring import SMOOTH, Steady, stir
 from rapidformer.compat.torch_modules import uncompiled

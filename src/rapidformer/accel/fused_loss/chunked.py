@@ -27,7 +27,7 @@ from torch.nn import functional
 from rapidformer.accel.fused_loss.divergence import Divergence, Teacher
 from rapidformer.accel.fused_loss.noted import note
 from rapidformer.accel.fused_loss.scoring import score
-from rapidformer.accel.unpad.tokenwise import select_labelled
+from rapidformer.accel.fused_loss.selection import select_labelled
 from rapidformer.compat.torch_tensors import multiply_all
 from rapidformer.compat.triton import has_triton
 from rapidformer.dist.vocabulary import Scored, VocabularySlice, check_ids

@@ -19,21 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import enable_reentrant_dispatch
 
 from rapidformer.accel.fused_loss.chunked import Step
 from rapidformer.accel.fused_loss.head import DATA_ACCESS, Head, watch_steps
-from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, note_version, settle
+from rapidformer.accel.later import LateTensor, StandIn, note_version, unpack
+from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, settle
 from rapidformer.compat.patches import Change
-from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import (
     convert_function_arguments,
     tree_leaves,
-    tree_map_only,
     without_torch_dispatch,
     without_torch_function,
 )
-from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import say_once
 from rapidformer.models.watched import is_from_user
@@ -44,9 +41,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that can be deferred. Losses are computed in fp32."""
 
 
-class DeferredLogits(torch.Tensor):
+_NOT_FOLLOWED = (
+    "The logits were used by torch.func (vmap, grad) or a compiled extension, which --fused-loss "
+    "cannot follow. Pass it a copy, outputs.logits.clone(), or set --fused-loss off."
+)
+
+
+class DeferredLogits(LateTensor):
     """The outputs of a head that has not been applied yet."""
 
+    meaning = "deferred logits (--fused-loss)"
     head: Head
     _hidden: Tensor
     """Same shape as the logits, except for the last dimension."""
@@ -88,7 +92,7 @@ class DeferredLogits(torch.Tensor):
             # With a gradient even under no_grad: the result is kept, and a loss may use it later.
             # Saved tensors bypass hooks for the same reason: a checkpointed loss that computes the
             # logits finds them computed when it runs again.
-            with _gradients(self._has_gradient), saved_tensors_hooks(note_version, _unpack):
+            with _gradients(self._has_gradient), saved_tensors_hooks(note_version, unpack):
                 logits = self.head.compute(self._pass_hidden())
                 for step in self.steps:
                     logits = step(logits)
@@ -123,34 +127,18 @@ class DeferredLogits(torch.Tensor):
         return repr(self.compute())
 
     @classmethod
-    @untraced
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_tracing():
-            break_graph("deferred logits (--fused-loss)")
-        if func in FACTS or (func is Tensor.register_hook and not is_from_user(args[1])):
-            return super().__torch_function__(func, types, args, kwargs)
+    def follow(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record what is done to the logits, or compute their loss; otherwise NotImplemented."""
+        if func is Tensor.register_hook and not is_from_user(args[1]):
+            with without_torch_function():
+                return func(*args)
         if func in _NEED_GRADIENT:
             _check_gradient(args[_NEED_GRADIENT[func] :])
         follow = FOLLOWED.get(func)
-        if follow is not None and args and isinstance(args[0], cls) and args[0]._computed is None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and args[0]._has_gradient):
-                result = follow(func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as disabled
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """What has bypassed ``__torch_function__``, such as ``torch.tensor(x)``, needs them."""
-        with enable_reentrant_dispatch():
-            args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if follow is None or not args or not isinstance(args[0], cls) or args[0].is_computed:
+            return NotImplemented
+        with torch.set_grad_enabled(torch.is_grad_enabled() and args[0]._has_gradient):
+            return follow(func, *args, **kwargs)
 
 
 @contextmanager
@@ -158,17 +146,6 @@ def _gradients(is_on: bool) -> Iterator[None]:
     """Set autograd's mode, whatever it was when the logits turned out to be needed."""
     with torch.inference_mode(False), torch.set_grad_enabled(is_on):
         yield
-
-
-def _unpack(packed: tuple[Tensor, int]) -> Tensor:
-    """The tensor, unless it has changed: torch does not check those that hooks have packed."""
-    saved, version = packed
-    if note_version(saved)[1] != version:
-        raise RuntimeError(
-            "one of the variables needed for the gradient of the logits has been modified by an "
-            "inplace operation."
-        )
-    return saved
 
 
 _NEED_GRADIENT = {Tensor.register_hook: 0, Tensor.retain_grad: 0, torch.autograd.grad: 1}
@@ -190,7 +167,7 @@ def build(head: Head, hidden: Tensor, layout: Tensor, steps: tuple[Step, ...]) -
     anchor = hidden if hidden.requires_grad else hidden.new_empty(0).requires_grad_()
     if isinstance(anchor, Unpadded):
         anchor = anchor.tokens if anchor.is_lazy else settle(anchor)
-    stand_in = _StandIn.apply(anchor, layout, hidden.device)
+    stand_in = StandIn.apply(anchor, layout.shape, layout.dtype, _NOT_FOLLOWED)
     logits: DeferredLogits = stand_in.as_subclass(DeferredLogits)
     logits.head, logits._hidden, logits.steps = head, hidden, steps
     logits.strided, logits._has_gradient = layout, torch.is_grad_enabled()
@@ -217,27 +194,6 @@ def _watch_torch() -> Callable[[], None]:
 
 WATCHING = Change(_watch_torch)
 """Inside, we see what bypasses ``__torch_function__``: autograd functions and optimizer steps."""
-
-
-class _StandIn(torch.autograd.Function):
-    """A tensor with the logits' shape and place in the autograd graph, but without values."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, layout: Tensor, device: torch.device) -> Tensor:
-        # One value, expanded, takes no memory.
-        return torch.full((), float("nan"), dtype=layout.dtype, device=device).expand(layout.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        # ``_Through`` sends one zero, expanded. Any other gradient comes from code that bypasses
-        # ``__torch_function__`` and took this for real logits.
-        if any(gradient.stride()) and bool(gradient.any()):
-            raise ConfigurationError(
-                "The logits were used by torch.func (vmap, grad) or a compiled extension, which "
-                "--fused-loss cannot follow. Pass it a copy, outputs.logits.clone(), or set "
-                "--fused-loss off."
-            )
-        return None, None, None
 
 
 class _Through(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.fused_loss.chunked import Losses
-from rapidformer.accel.unpad.on_demand import note_version
+from rapidformer.accel.later import have_changed, note_version
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_modules import get_parameter_table
 from rapidformer.dist.vocabulary import VocabularySlice
@@ -58,7 +58,7 @@ class Head:
 
     def check_inputs(self) -> None:
         """Refuse to compute from weights or hidden states that are no longer the same."""
-        is_changed = any(note_version(tensor)[1] != version for tensor, version in self._versions)
+        is_changed = have_changed(self._versions)
         is_changed |= any(not torch.equal(_measure_rows(w), m) for w, m in self._rows.values())
         if self._is_outdated or is_changed:
             raise ConfigurationError(

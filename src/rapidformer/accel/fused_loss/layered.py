@@ -29,8 +29,8 @@ from rapidformer.accel.fused_loss.deferred import DTYPES, WATCHING
 from rapidformer.accel.fused_loss.divergence import Teacher
 from rapidformer.accel.fused_loss.followed import defer
 from rapidformer.accel.fused_loss.head import Head
+from rapidformer.accel.fused_loss.selection import select_labelled
 from rapidformer.accel.split.known_loss import find_head
-from rapidformer.accel.unpad.tokenwise import select_labelled
 from rapidformer.models.watched import find_watched
 from rapidformer.overlay import extend, remove
 

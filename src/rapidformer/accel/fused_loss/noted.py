@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.fused_loss.selection import Selection
 from rapidformer.accel.unpad.on_demand import Unpadded, settle
-from rapidformer.accel.unpad.tokenwise import Selection, pick_labelled
+from rapidformer.accel.unpad.tokenwise import pick_labelled
 from rapidformer.compat.patches import Entry, Patch
 
 

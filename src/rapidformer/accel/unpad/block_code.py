@@ -28,7 +28,7 @@ _END = object()
 """No longer, no shorter: what is held is compared up to here."""
 
 
-class BlockParts:
+class _Parts:
     """Which modules a model's blocks are made of, and functions that replace their ``forward``."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -73,28 +73,33 @@ class BlockParts:
 
 
 class BlockCode:
-    """What the user's own code in blocks depends on; library code was tried for good."""
+    """What blocks are made of, and what the user's own code in them depends on."""
 
     problem: str | None = None
     """Why that cannot be known."""
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._model, self._names = model, names
+        blocks = [model.get_submodule(name) for name in names]
         modules = [module for block in blocks for module in block.modules()]
         self._own = [m for m in modules if _is_own(get_own_class(m)) or "forward" in vars(m)]
-        if not self._own:
+        if not self._own:  # library code was tried for good
             return
         self._examination = Examination((), nn.ModuleList(blocks))
         effect = self._examination.effect
         if effect is not None:
             self.problem = f"{effect.place} {effect.what}".lstrip()
-        self.note()
 
     def note(self) -> None:
-        """What it depends on now is what was tried."""
+        """What they are and depend on now is what was tried."""
+        self._parts = _Parts(self._model, self._names)
         self._tried = self._read() if self._own else []
 
     def has_changed(self) -> bool:
-        """Whether it depends on other numbers now than when it was tried."""
+        """Whether they are others now than when they were tried."""
+        return self._reads_other_numbers() or self._parts.has_changed()
+
+    def _reads_other_numbers(self) -> bool:
         now = self._read() if self._own else []
         if not self._own or now == self._tried:
             return False

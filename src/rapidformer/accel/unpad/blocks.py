@@ -9,6 +9,7 @@ tokens.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,14 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.context.arguments import find_argument_names
-from rapidformer.accel.unpad.calls import note_packed, record_padded
+from rapidformer.accel.unpad.calls import record_padded
 from rapidformer.accel.unpad.dropout import use_bits
-from rapidformer.accel.unpad.kernels import get_current_rows, inside
+from rapidformer.accel.unpad.kernels import get_current_rows, inside, use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.on_demand import Unpadded, settle, start
+from rapidformer.accel.unpad.on_demand import lacks_padding, settle, start
 from rapidformer.accel.unpad.rows import Rows
 from rapidformer.compat.transformers_models import is_own_model
-from rapidformer.models.plan import ModelPlan, find_owner, runs_in_library_code, skips_blocks
+from rapidformer.models.plan import (
+    ModelPlan,
+    find_outermost,
+    find_owner,
+    runs_in_library_code,
+    skips_blocks,
+)
 from rapidformer.overlay import drop_fact, extend, get_fact, get_own_class, put_fact, remove
 
 _PACKED: ContextVar[Rows | None] = ContextVar("packed", default=None)
@@ -160,7 +167,6 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
         if place.is_read:
             record_padded(self, output[0] if isinstance(output, tuple) else output)
         return output
-    note_packed()
     # The rows of a decoder's mask for its attention to the encoder.
     encoder = next((mask.keys for mask in masks if mask.keys is not None), None)
 
@@ -191,8 +197,31 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _has_tokens(value: Any, rows: Rows) -> bool:
     """Whether a value has exactly the real tokens of these rows."""
-    is_lazy = isinstance(value, Unpadded) and value.is_lazy and not value.is_flat
-    return is_lazy and value.token_layout.places is rows.places
+    return lacks_padding(value) and not value.is_flat and value.token_layout.places is rows.places
+
+
+def extend_inner_models(model: nn.Module) -> list[nn.Module]:
+    """Let transformers' models inside a model use the batch's rows with its mask only."""
+    inner = [found for found in find_outermost(model) if found is not model]
+    for found in inner:
+        extend(found, "unpad", _build_inner)
+    return inner
+
+
+def _build_inner(cls: Any) -> dict[str, Any]:
+    names = list(inspect.signature(inspect.unwrap(cls.forward)).parameters)[1:]
+
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows = get_current_rows()
+        origin = None if rows is None else rows.origin
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if origin is None or origin.allows(given.get("attention_mask")):
+            return cls.forward(self, *args, **kwargs)
+        with use_rows(None):
+            return cls.forward(self, *args, **kwargs)
+
+    return {"forward": forward}
 
 
 # ---- attention that takes padded rows only -------------------------------------------------------

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.later import have_changed, note_mode, note_version
 from rapidformer.accel.unpad.kernels import inside, use_rows
-from rapidformer.accel.unpad.sides import SIDES
 from rapidformer.compat.torch_dispatch import tree_leaves
-from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
 from rapidformer.optim.update import UpdateClock
@@ -35,40 +34,32 @@ class Help(Enum):
     TOGETHER = "the others have a part of it (pipeline stages): all of them repeat the update"
 
 
+@dataclass(eq=False, kw_only=True)
 class Removal:
     """A fact on a model: whether its padding is removed."""
 
-    def __init__(
-        self,
-        *,
-        is_trial: bool = False,
-        help_of_others: Help = Help.NONE,
-        rounds_up: bool = False,
-        pads_attention: bool = False,
-        only_in_graphs: bool = False,
-    ) -> None:
-        self.is_on = True
-        self.problem: str | None = None
-        """Why padding is kept; None while it is removed."""
-        self.yields = False
-        """Whether it is off for the sake of CUDA graphs."""
-        self.only_in_graphs = only_in_graphs
-        """Whether only steps that are replayed as CUDA graphs, or might be, remove padding."""
-        self.rounds_up = rounds_up
-        """Whether the number of tokens is one of a few."""
-        self.pads_attention = pads_attention
-        """Whether rows are padded for attention, as blocks' arguments do not show."""
-        self.help_of_others = help_of_others
-        self.clock: weakref.ref[UpdateClock] | None = None
-        """Of the engine that trains the model."""
-        self.has_packed = False
-        """Whether a block has run on real tokens."""
-        self.has_removed = False
-        """Whether this rank has removed padding in the current update of a pipeline."""
-        self.is_missed = False
-        """Whether this rank needs what the others have removed in it."""
-        self._is_trial = is_trial
-        self._calls: list[weakref.ref[Call]] = []
+    is_trial: bool = False
+    help_of_others: Help = Help.NONE
+    rounds_up: bool = False
+    """Whether the number of tokens is one of a few."""
+    pads_attention: bool = False
+    """Whether rows are padded for attention, as blocks' arguments do not show."""
+    only_in_graphs: bool = False
+    """Whether only steps that are replayed as CUDA graphs, or might be, remove padding."""
+    is_on: bool = True
+    problem: str | None = None
+    """Why padding is kept; None while it is removed."""
+    yields: bool = False
+    """Whether it is off for the sake of CUDA graphs."""
+    clock: weakref.ref[UpdateClock] | None = None
+    """Of the engine that trains the model."""
+    has_packed: bool = False
+    """Whether a last block has run on real tokens."""
+    has_removed: bool = False
+    """Whether this rank has removed padding in the current update of a pipeline."""
+    is_missed: bool = False
+    """Whether this rank needs what the others have removed in it."""
+    _calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet, init=False)
 
     def get_step(self) -> int:
         """The number of the current step."""
@@ -77,15 +68,16 @@ class Removal:
 
     def begin(self, call: Call) -> None:
         """Note a call. Those of earlier steps cannot be repeated, and let go of all they need."""
-        calls = [known for known in (reference() for reference in self._calls) if known is not None]
-        for known in calls:
+        for known in list(self._calls):
             if known.is_late:
                 known.forget()
-        self._calls = [weakref.ref(known) for known in (*calls, call) if not known.is_late]
+                self._calls.discard(known)
+        if not call.is_late:
+            self._calls.add(call)
 
     def turn_off(self, step: int, *, is_late: bool) -> None:
         """Keep padding from now on, and say why."""
-        if self.is_on and not self._is_trial:
+        if self.is_on and not self.is_trial:
             self.warn(step, is_late=is_late)
         self.is_on = False
         self.problem = f"step {step} has read what the model returns for padding"
@@ -105,20 +97,6 @@ class Removal:
             "out: losses[mask], losses.masked_fill(~mask, 0) or torch.where(mask, losses, 0).",
             is_local=True,
         )
-
-
-def note_mode(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Whether gradients and autocast are on, to compute something later as it would be now."""
-    kind, has_gradient = device.type, torch.is_grad_enabled()
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-    @contextmanager
-    def enter() -> Iterator[None]:
-        autocast = torch.autocast(kind, dtype=dtype, enabled=dtype is not None)
-        with torch.set_grad_enabled(has_gradient), autocast:
-            yield
-
-    return enter
 
 
 class Call:
@@ -147,8 +125,7 @@ class Call:
         leaves: list[Any] = []
         if isinstance(run_padded, functools.partial):
             leaves = tree_leaves((run_padded.args, run_padded.keywords))
-        self._inputs = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-        self._versions = [count_changes(tensor) for tensor in self._inputs]
+        self._inputs = [note_version(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
         removal.begin(self)
 
     @property
@@ -182,7 +159,7 @@ class Call:
             self._check()
             assert self._run_padded is not None
             padded: dict[nn.Module, Tensor] = {}
-            with inside(_RECORDED, padded), use_rows(None), inside(SIDES, None), self._enter_mode():
+            with inside(_RECORDED, padded), use_rows(None), self._enter_mode():
                 self._run_padded()
             self._padded = padded
         return self._padded[block]
@@ -209,7 +186,7 @@ class Call:
             self.removal.turn_off(self._step, is_late=self.is_late)
 
     def _check(self) -> None:
-        if self._versions != [count_changes(tensor) for tensor in self._inputs]:
+        if have_changed(self._inputs):
             raise ConfigurationError(
                 "something reads what the model returns for padding, and the model's inputs were "
                 "changed in place since. Leave padding out, or set --dynamic-shape off."
@@ -232,13 +209,6 @@ def count_steps(model: nn.Module, clock: UpdateClock) -> None:
 def get_call() -> Call | None:
     """The call that is running without padding."""
     return _CURRENT.get()
-
-
-def note_packed() -> None:
-    """A block runs on real tokens."""
-    call = _CURRENT.get()
-    if call is not None:
-        call.removal.has_packed = True
 
 
 def record_padded(block: nn.Module, output: Tensor) -> None:

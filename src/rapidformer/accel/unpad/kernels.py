@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from rapidformer.accel.unpad import cpu_attention, row_attention
 from rapidformer.accel.unpad.masks import RowMask, fuse, get_largest_head
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import Layout, Rows, Sides
 from rapidformer.compat.torch_dispatch import attend_with_flash
 from rapidformer.compat.transformers_masks import get_source
 from rapidformer.compat.transformers_models import get_attention_table, get_mask_table
@@ -69,6 +69,12 @@ class Call:
         """Query, key and value as [tokens, heads, size]."""
         # Not tensor[0]: its gradient is a copy, that of a squeezed tensor a view.
         q, k, v = (part.squeeze(0).transpose(0, 1) for part in (self.query, self.key, self.value))
+        return q, k, v
+
+    def pad(self, queries: Layout, keys: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """The same in layouts of padded rows: [rows, heads, columns, size]."""
+        layouts = zip((queries, keys, keys), self.flatten(), strict=True)
+        q, k, v = (layout.pad(tokens[None]).transpose(1, 2) for layout, tokens in layouts)
         return q, k, v
 
 
@@ -162,9 +168,9 @@ def _attend_with_torch(
 
 def attend_in_grid(call: Call) -> Tensor:
     """Pad the rows for torch's own attention, which takes any mask, bias, dtype and device."""
-    mask, rows, keys = call.mask, call.mask.rows, call.mask.key_rows
-    layouts = zip((rows, keys, keys), call.flatten(), strict=True)
-    q, k, v = (layout.to_grid(tensor).transpose(1, 2) for layout, tensor in layouts)
+    mask = call.mask
+    queries, keys = map(Layout.of_lengths, (mask.rows, mask.key_rows))
+    q, k, v = call.pad(queries, keys)
     # Padding follows the tokens here, so no token of a causal model sees it.
     is_causal = mask.is_causal and call.bias is None
     allowed = None if is_causal else mask.grid
@@ -176,19 +182,15 @@ def attend_in_grid(call: Call) -> Tensor:
         attended, _ = call.plain(
             q, k, v, allowed, dropout=call.dropout, scaling=call.scaling, is_causal=is_causal
         )
-    return rows.from_grid(attended)[None]
+    return queries.take(attended.flatten(0, 1))
 
 
 def _attend_in_batch(call: Call) -> Tensor:
     """Put tokens back at their places in the batch, for attention that takes any bias and dtype."""
     queries, keys = call.mask.layouts
-    q, k, v = (
-        layout.spread(tokens[None], 0.0).view(*layout.grid, *tokens.shape[1:]).transpose(1, 2)
-        for layout, tokens in zip((queries, keys, keys), call.flatten(), strict=True)
-    )
     assert call.plain is not None
     output, _ = call.plain(
-        q, k, v, call.mask.in_batch,
+        *call.pad(queries, keys), call.mask.in_batch,
         dropout=call.dropout, scaling=call.scaling, position_bias=call.bias,
     )  # fmt: skip
     return queries.take(output.flatten(0, 1))
@@ -217,7 +219,9 @@ _KERNELS: tuple[tuple[Callable[[Call], bool], Callable[[Call], Tensor]], ...] = 
 
 NAME = "rapidformer_by_row"
 T = TypeVar("T")
-_CURRENT: ContextVar[tuple[Rows | None, Rows | None]] = ContextVar("rows", default=(None, None))
+_Current = tuple[Rows | Sides | None, Rows | None]
+_CURRENT: ContextVar[_Current] = ContextVar("rows", default=(None, None))
+"""Rows, and those that full masks attend to if they are others; between stacks, both sides."""
 
 
 @contextmanager
@@ -230,14 +234,22 @@ def inside(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-def use_rows(rows: Rows | None, encoder: Rows | None = None) -> AbstractContextManager[None]:
+def use_rows(
+    rows: Rows | Sides | None, encoder: Rows | None = None
+) -> AbstractContextManager[None]:
     """Inside, masks are ``RowMask``s (without rows: as usual); full ones attend to ``encoder``."""
     return inside(_CURRENT, (rows, encoder))
 
 
-def get_current_rows() -> Rows | None:
-    """The rows that a model runs on now."""
+def get_current() -> Rows | Sides | None:
+    """What a model runs on now; None: on a padded batch."""
     return _CURRENT.get()[0]
+
+
+def get_current_rows() -> Rows | None:
+    """The rows that a model, or one stack of it, runs on now."""
+    rows = get_current()
+    return rows if isinstance(rows, Rows) else None
 
 
 @functools.cache
@@ -253,7 +265,7 @@ def _build_masks() -> Any:
     from transformers.masking_utils import bidirectional_mask_function
 
     def make_mask(**given: Any) -> Any:
-        rows, encoder = _CURRENT.get()
+        rows, encoder = get_current_rows(), _CURRENT.get()[1]
         may_attend = given["mask_function"]
         keys = encoder if may_attend is bidirectional_mask_function else None
         if rows is not None and _covers_batch(rows, keys or rows, given):

@@ -78,14 +78,16 @@ class RowMask:
 
     @cached_property
     def grid(self) -> Tensor:
-        """The mask of all rows, laid out by ``Rows.to_grid``: [rows, 1, longest, longest]."""
-        rows = self.rows
+        """The mask of all rows in ``Layout.of_lengths``: [rows, 1, longest, longest]."""
+        queries, keys = map(Layout.of_lengths, (self.rows, self.key_rows))
         is_real, is_key = (
-            each.to_grid(torch.ones_like(each.columns)).bool() for each in (rows, self.key_rows)
+            each.pad(torch.ones_like(each.rows.columns)[None]).bool() for each in (queries, keys)
         )
-        allowed = is_key[:, None, :].expand(-1, rows.longest, -1)
+        allowed = is_key[:, None, :].expand(-1, queries.grid[1], -1)
         if not self.is_full:
-            columns, number = rows.to_grid(rows.columns), rows.numbers[:, None, None]
+            columns, number = (
+                queries.pad(self.rows.columns[None]), self.rows.numbers[:, None, None]
+            )  # fmt: skip
             # Padding has column 0 here, so its answers are arbitrary: the other terms decide.
             allowed = allowed & self.may_attend(
                 number, number * 0, columns[:, :, None], columns[:, None, :]
@@ -107,7 +109,7 @@ class RowMask:
         queries, keys = self.layouts
         end = self.key_rows.ends[keys.grid[0]]  # of all real tokens, which come first
         is_real = torch.arange(len(keys.places), device=end.device) < end
-        allowed = keys.spread(is_real[None], 0.0).view(keys.grid)[:, None, None]
+        allowed = keys.pad(is_real[None])[:, None, None]
         if self.is_full:
             return allowed
         assert self.window is not None

@@ -12,61 +12,37 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import enable_reentrant_dispatch
 
-from rapidformer.accel.unpad.calls import Call, get_call, note_mode
+from rapidformer.accel import later
+from rapidformer.accel.later import LateTensor, Noted, StandIn, have_changed, note_version, unpack
+from rapidformer.accel.unpad.calls import Call, get_call
+from rapidformer.accel.unpad.operations import (
+    EFFECTS,
+    FOLLOWED,
+    FOLLOWED_PAIRS,
+    HIDE_NAN,
+    SHAPES,
+    writes,
+)
 from rapidformer.accel.unpad.rows import Layout, Rows
-from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
 from rapidformer.compat.torch_dispatch import convert_function_arguments, tree_leaves, tree_map_only
-from rapidformer.compat.torch_tensors import FACTS, count_changes
 from rapidformer.errors import ConfigurationError, RapidformerError
 from rapidformer.models.watched import is_from_user
 
-FOLLOWED: dict[Any, Callable[..., Any]] = {}
-"""Operations that need no padding. Each returns NotImplemented if it does need it."""
-FOLLOWED_PAIRS: dict[Any, Callable[..., Any]] = {}
-"""The same for those of two operands, whichever of them lacks padding."""
-
-_SHAPES = {
-    Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.storage_offset,
-    Tensor.get_device, Tensor.nelement, Tensor.ndimension, Tensor.is_complex, Tensor.is_signed,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes")
-    ),
-}  # fmt: skip
-"""What a tensor on the meta device knows as well."""
-_EFFECTS = {
-    Tensor.backward, Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_,
-    Tensor.__setitem__, Tensor.__deepcopy__, torch.autograd.backward, torch.autograd.grad,
-    *(getattr(getattr(Tensor, n), k) for n in ("grad", "data") for k in ("__get__", "__set__")),
-}  # fmt: skip
-"""Operations that do more than return a new tensor; so do those named like ``add_``."""
-
-_HIDE_NAN = {
-    getattr(place, name)
-    for name in (
-        "nan_to_num", "nansum", "nanmean", "nanmedian", "nanquantile", "fmax", "fmin", "sign",
-        "sgn", "heaviside", "copysign", "histc", "histogram", "histogramdd", "bernoulli", "msort",
-        "renorm", "cdist", "multinomial", "poisson", "binary_cross_entropy", "multi_margin_loss",
-        "multilabel_margin_loss", "unique", "unique_consecutive", "igamma", "igammac", "gammainc",
-        # Fused attention on a CPU computes some rows of NaN as if they were zeros.
-        "gammaincc", "zeta", "scaled_dot_product_attention", "multi_head_attention_forward",
-        *(name for name in dir(torch.special) if "_polynomial_" in name),
-    )
-    for place in (torch, Tensor, torch.nn.functional, torch.special)
-    if hasattr(place, name)
-}  # fmt: skip
-"""Operations whose result may be a number although they have read NaN, or that refuse it."""
+_NOT_FOLLOWED = (
+    "What the model returns was used by torch.func (vmap, grad) or a compiled extension, which "
+    "--dynamic-shape cannot follow. Set --dynamic-shape off."
+)
 
 
-class Unpadded(torch.Tensor):
+class Unpadded(LateTensor):
     """A tensor computed without padding from what a model's blocks return."""
 
+    meaning = "padding that does not exist (--dynamic-shape)"
     token_layout: Layout
     is_flat: bool
     """Whether rows and columns are one dimension."""
@@ -77,7 +53,7 @@ class Unpadded(torch.Tensor):
     """How to get it with padding; None if it is too late for that."""
     _value: Tensor | None
     """The values, with NaN for padding."""
-    _copies: list[tuple[Tensor, int]]
+    _copies: list[Noted]
     """What others may write into, and its versions: values, first tokens, what was settled."""
     _writes: int
     """How often something was written into it before."""
@@ -129,10 +105,13 @@ class Unpadded(torch.Tensor):
     def get_value(self) -> Tensor:
         """The values, with NaN for padding."""
         if self._value is None:
-            fill = float("nan") if self.tokens.is_floating_point() else 0
-            self._value = self.token_layout.spread(self.tokens, fill).view(self.shape)
+            self._value = self.pad_with(float("nan") if self.tokens.is_floating_point() else 0)
             self._copies.append(note_version(self._value))
         return self._value
+
+    def pad_with(self, number: float) -> Tensor:
+        """A plain tensor with this number for padding."""
+        return self.token_layout.spread(self.tokens, number).view(self.shape)
 
     def get_first(self) -> Tensor:
         """The first token of each row, which must be real."""
@@ -143,7 +122,7 @@ class Unpadded(torch.Tensor):
 
     def take_writes(self) -> None:
         """Take over what was written into a view, which is one of a copy: ``x[:, 0].zero_()``."""
-        written = [copy for copy, version in self._copies if note_version(copy)[1] != version]
+        written = [noted[0] for noted in self._copies if have_changed([noted])]
         if not written or self.is_decided:
             return
         self._writes, self._copies = self._writes + 1, []
@@ -184,17 +163,16 @@ class Unpadded(torch.Tensor):
         is_flat = self.is_flat if is_flat is None else is_flat
         return _build(self._calls, layout or self.token_layout, recompute, tokens, is_flat=is_flat)
 
+    def replay_later(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
+        """The same operation, later, on what its arguments are with padding."""
+        return later.replay_later(
+            func, args, kwargs, self.device, Unpadded, Unpadded.get_padded, _say_changed
+        )
+
     @classmethod
-    @untraced
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in FACTS:
-            return super().__torch_function__(func, types, args, kwargs)
-        if is_tracing():
-            break_graph("padding that does not exist (--dynamic-shape)")
-        if func in _SHAPES:
+    def follow(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run on the real tokens, or else with NaN for padding; NotImplemented if neither can."""
+        if func in SHAPES:
             meta = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
             return func(meta, *args[1:], **kwargs)
         leaves = tree_leaves((args, kwargs))
@@ -205,47 +183,36 @@ class Unpadded(torch.Tensor):
         follow = FOLLOWED_PAIRS.get(func)
         if follow is None and args and isinstance(args[0], cls):
             follow = FOLLOWED.get(func)
-        is_alone = "other" not in kwargs and not _writes(func, kwargs)
+        is_alone = "other" not in kwargs and not writes(func, kwargs)
         if follow is not None and is_alone and all(are_lazy):
             result = follow(func, *args, **kwargs)
             if result is not NotImplemented:
                 return result
-        result = _run_on_values(func, args, kwargs, operands, leaves)
-        if result is not NotImplemented:
-            return result
-        args, kwargs = tree_map_only(cls, settle, (args, kwargs))
-        return func(*args, **kwargs)
+        return _run_on_values(func, args, kwargs, operands, leaves)
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types it as disabled
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """What has bypassed ``__torch_function__``, such as ``torch.tensor(x)``, reads padding."""
-        with enable_reentrant_dispatch():
-            args, kwargs = tree_map_only(cls, settle, (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def compute(self) -> Tensor:
+        """A plain tensor with the values that it would have with padding."""
+        self.take_writes()
+        if self._settled is not None:
+            return self._settled
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # A CUDA graph can neither look at values nor branch on them.
+            raise RapidformerError("its loss may read padding, which only the host could find out")
+        if self._tokens is None and not self.is_decided and not _has_nan(self.get_value()):
+            self._settled = self.get_value()
+            return self._settled
+        is_late = any(call.is_late for call in self._calls)
+        padded = self.get_value() if is_late else self.get_padded()
+        # A loss that is NaN with padding, too, is bad by itself.
+        if is_late or not _has_nan(padded):
+            for call in self._calls:
+                call.blame()
+        return padded
 
 
 def settle(tensor: Any) -> Any:
-    """A plain tensor with the values that it would have with padding; anything else as it is."""
-    if not isinstance(tensor, Unpadded):
-        return tensor
-    tensor.take_writes()
-    if tensor._settled is not None:
-        return tensor._settled
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        # A CUDA graph can neither look at values nor branch on them.
-        raise RapidformerError("its loss may read padding, which only the host could find out")
-    if tensor._tokens is None and not tensor.is_decided and not _has_nan(tensor.get_value()):
-        tensor._settled = tensor.get_value()
-        return tensor._settled
-    is_late = any(call.is_late for call in tensor._calls)
-    padded = tensor.get_value() if is_late else tensor.get_padded()
-    # A loss that is NaN with padding, too, is bad by itself.
-    if is_late or not _has_nan(padded):
-        for call in tensor._calls:
-            call.blame()
-    return padded
+    """A plain tensor in place of one that lacks padding; anything else as it is."""
+    return tensor.compute() if isinstance(tensor, Unpadded) else tensor
 
 
 def settle_all(values: Any) -> Any:
@@ -259,47 +226,33 @@ def start(tokens: Tensor, rows: Rows, block: nn.Module) -> Tensor:
     is_full = len(rows.places) == rows.shape[0] * rows.shape[1] and not rows.is_filled
     if call is None or is_full:  # packed examples have no padding
         return rows.unpack(tokens)
+    call.removal.has_packed = True
     recompute = functools.partial(call.find_padded, block)
     return _build((call,), Layout.of_rows(rows), recompute, tokens)
 
 
-def put_zeros(tensor: Any) -> Any:
-    """A plain tensor with zeros for padding that nobody is going to read."""
-    if isinstance(tensor, Unpadded) and tensor.is_lazy:
-        return tensor.token_layout.spread(tensor.tokens, 0.0).view(tensor.shape)
-    return settle(tensor)
-
-
-def lacks_padding(tensor: Tensor) -> bool:
+def lacks_padding(tensor: Any) -> TypeGuard[Unpadded]:
     """Whether only the real tokens of a tensor exist."""
     return isinstance(tensor, Unpadded) and tensor.is_lazy
 
 
+def put_zeros(tensor: Any) -> Any:
+    """A plain tensor with zeros for padding that nobody is going to read."""
+    return tensor.pad_with(0.0) if lacks_padding(tensor) else settle(tensor)
+
+
 def map_tokens(tensor: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function that treats each token alone, and that torch's dispatch does not see."""
-    if isinstance(tensor, Unpadded) and tensor.is_lazy:
+    if lacks_padding(tensor):
         return tensor.derive(function(tensor.tokens), lambda: function(tensor.get_padded()))
     return function(settle(tensor))
 
 
-def replay_later(func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """The same operation, later, on what its arguments are with padding."""
-    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    enter_mode = note_mode(leaves[0].device)
-    versions = [note_version(leaf)[1] for leaf in leaves]
-
-    def replay() -> Any:
-        if versions != [note_version(leaf)[1] for leaf in leaves]:
-            raise ConfigurationError(
-                f"{func.__name__}() has read what the model returns for padding, and its other "
-                "arguments were changed in place since. Leave padding out, or set --dynamic-shape "
-                "off."
-            )
-        padded = tree_map_only(Unpadded, Unpadded.get_padded, (args, kwargs))
-        with enter_mode():
-            return func(*padded[0], **padded[1])
-
-    return replay
+def _say_changed(func: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"{func.__name__}() has read what the model returns for padding, and its other arguments "
+        "were changed in place since. Leave padding out, or set --dynamic-shape off."
+    )
 
 
 def _run_on_values(
@@ -308,7 +261,7 @@ def _run_on_values(
     """Run with NaN for padding, if that can be taken back; otherwise NotImplemented."""
     if any(operand.is_decided or not operand.has_value for operand in operands):
         return NotImplemented
-    if func in _EFFECTS or func in _HIDE_NAN or _writes(func, kwargs):
+    if func in EFFECTS or func in HIDE_NAN or writes(func, kwargs):
         return NotImplemented
     # The gradient of weights that meet NaN would be NaN even where the loss masks it.
     others = [x for x in leaves if isinstance(x, Tensor) and not isinstance(x, Unpadded)]
@@ -322,7 +275,7 @@ def _run_on_values(
         return NotImplemented
     calls = tuple({id(call): call for operand in operands for call in operand._calls}.values())
     keep = functools.partial(_build, calls, operands[0].token_layout)
-    replay = replay_later(func, args, kwargs)
+    replay = operands[0].replay_later(func, args, kwargs)
     if isinstance(result, Tensor) and result.is_floating_point():
         return keep(replay, value=result)
     is_split = type(result) in (tuple, list) and len(result) > 0
@@ -333,18 +286,9 @@ def _run_on_values(
     return NotImplemented
 
 
-def note_version(tensor: Tensor) -> tuple[Tensor, int]:
-    """A tensor, and how often it was changed in place so far."""
-    if isinstance(tensor, Unpadded):
-        return tensor, tensor.count_writes()
-    return tensor, count_changes(tensor)
-
-
-def _without_nan(noted: tuple[Tensor, int]) -> Tensor:
+def _without_nan(noted: Noted) -> Tensor:
     """What the backward pass reads for padding: not NaN, and a number that log and acos take."""
-    saved, version = noted
-    if version != note_version(saved)[1]:  # with hooks, torch does not look itself
-        raise RuntimeError("a tensor that a gradient needs was changed in place.")
+    saved = unpack(noted)
     return torch.where(saved.isnan(), 0.5, saved) if saved.is_floating_point() else saved
 
 
@@ -366,7 +310,7 @@ def _build(
     shell = value
     if tokens is not None:
         lead = (layout.size,) if is_flat else layout.grid
-        shell = _StandIn.apply(tokens, (*lead, *tokens.shape[2:]))
+        shell = StandIn.apply(tokens, (*lead, *tokens.shape[2:]), tokens.dtype, _NOT_FOLLOWED)
     assert shell is not None
     built: Any = shell.as_subclass(Unpadded)
     built.token_layout, built.is_flat, built._calls = layout, is_flat, calls
@@ -379,31 +323,6 @@ def _build(
 
 def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.detach().isnan().any())
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operation changes one of its arguments."""
-    name = str(getattr(func, "__name__", ""))
-    is_named_so = name.endswith("_") and not name.endswith("__")
-    is_operator = name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
-    return is_named_so or is_operator or bool(kwargs.get("inplace")) or "out" in kwargs
-
-
-class _StandIn(torch.autograd.Function):
-    """A tensor with the shape and the place in the autograd graph, but without values."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if not tokens.is_floating_point():
-            return tokens.new_zeros(()).expand(shape)
-        return tokens.new_full((), float("nan")).expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ConfigurationError(
-            "What the model returns was used by torch.func (vmap, grad) or a compiled extension, "
-            "which --dynamic-shape cannot follow. Set --dynamic-shape off."
-        )
 
 
 WATCHING = convert_function_arguments(Unpadded, lambda _, tensor: settle(tensor))

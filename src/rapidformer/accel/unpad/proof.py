@@ -8,12 +8,10 @@ training and evaluation are compared.
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,12 +21,13 @@ from rapidformer.accel.unpad.sides import is_encoder_decoder
 from rapidformer.accel.unpad.stirring import (
     FLOATS,
     SMOOTH,
-    Statistics,
     Steady,
     is_library,
     keep_state,
+    list_statistics,
     stir,
 )
+from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
 from rapidformer.models.evaluation_mode import evaluation_mode
@@ -48,6 +47,11 @@ biases, each of which sums up over all tokens what its block has computed."""
 Forward = Callable[[dict[str, Any]], Any]
 
 
+def run_whole(batch: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
+    """Inside, ``model.forward`` runs all of the model."""
+    return nullcontext([])
+
+
 def find_difference(
     model: nn.Module,
     plan: ModelPlan,
@@ -56,7 +60,7 @@ def find_difference(
     *,
     is_packed: bool = False,
     sharing: dist.ProcessGroup | None = None,
-    enter: Enter = lambda batch: nullcontext([]),
+    enter: Enter = run_whole,
 ) -> str | None:
     """How a forward pass differs from the model's own, also under autocast; None if it does not.
 
@@ -65,9 +69,9 @@ def find_difference(
     device = next(model.parameters()).device
     compare = functools.partial(_compare, model, plan, forward, sharing, enter)
     try:
-        with _keep_numbers(device), keep_state(model), torch.enable_grad(), SMOOTH:
-            # Not torch.manual_seed: it also seeds GPUs.
-            torch.default_generator.manual_seed(0)
+        on_device = torch.random.fork_rng([device], enabled=device.type == "cuda")
+        on_host = random_numbers_from((0,))
+        with on_device, on_host, keep_state(model), torch.enable_grad(), SMOOTH:
             batch = _make_batch(model, is_packed=is_packed)
             is_rounded = dtype is not None and any(p.dtype == dtype for p in model.parameters())
             in_16_bit = dtype is not None and (is_rounded or device.type == "cuda")
@@ -95,18 +99,6 @@ def find_difference(
         return f"it fails with {type(error).__name__}: {reason}"
 
 
-@contextmanager
-def _keep_numbers(device: torch.device) -> Iterator[None]:
-    """Afterwards, the same random numbers are drawn as if nothing had happened."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-
-
 def call_plainly(model: nn.Module, batch: dict[str, Any]) -> Any:
     """A forward pass of a model as it is."""
     # Not model(...): a user's hooks must not see a batch that is not theirs.
@@ -132,15 +124,16 @@ def _compare(
     weights = _choose_weights(blocks, most) if has_gradients else []
     rows = batch["input_ids"].shape
     own = [m for block in blocks for m in block.modules() if not is_library(get_own_class(m))]
-    statistics = Statistics(blocks)
+    statistics = list_statistics(blocks)
     with evaluation_mode(model), _needing_gradients(weights):
         model.train(in_training)
         with Steady(model, rows, own) if in_training else nullcontext():
             expected = _run(functools.partial(call_plainly, model), batch, weights, enter)
-        if statistics.have_changed():  # a mean over tokens may meet nothing but later evaluations
-            return "its blocks keep statistics of what they compute"
         with Steady(model) if in_training else nullcontext():
             changed = _run(forward, batch, weights, enter)
+    # A mean over tokens may meet nothing but later evaluations.
+    if list_statistics(blocks) != statistics:
+        return "its blocks keep statistics of what they compute"
     if sharing is not None:  # each rank has those of its own tokens
         for gradient in (*expected[1:], *changed[1:]):
             dist.all_reduce(get_shard(gradient), group=sharing)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from rapidformer.accel.unpad.origin import Mask, MaskOrigin
 from rapidformer.accel.unpad.places import gather, scatter, send
+from rapidformer.compat.torch_tensors import count_changes
 
-Mask = NDArray[np.bool_]
-"""[batch, tokens], true for real tokens. NumPy, which is faster than torch on small arrays."""
 _MANY_ROWS = 16
 """From here on, a batch's tokens and longest row vary so little that finer sizes are few, too."""
 
@@ -33,13 +32,6 @@ class Sizes(NamedTuple):
 
 
 NO_SIZES = Sizes()
-
-
-class Origin(Protocol):
-    """What rows were read from."""
-
-    def allows(self, mask: Any) -> bool:
-        """Whether another mask says the same."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class Rows:
     """The ``bound`` of the other side of an encoder-decoder model, if these rows are filled."""
     is_fixed: bool = False
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
-    origin: Origin | None = field(default=None, compare=False)
+    origin: MaskOrigin | None = field(default=None, compare=False)
     """Set if code of the user's own may use other masks (``origin.py``)."""
     packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
     """Arguments of blocks by their ids, as they are and packed."""
@@ -133,6 +125,10 @@ class Rows:
         vars(rows).update(bound=bound, ends=ends)
         return rows
 
+    def note_origin(self, mask: Tensor, is_real: Mask | None) -> None:
+        """Use these rows only where a mask says the same as this one."""
+        vars(self).update(origin=MaskOrigin(mask, count_changes(mask), is_real))
+
     @property
     def sizes(self) -> tuple[int, ...]:
         """Everything that Python code can see of filled rows."""
@@ -140,8 +136,9 @@ class Rows:
         return (*sizes, self.is_contiguous, self.starts_left)
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.places)
+    def each(self) -> tuple[Rows, ...]:
+        """As ``Sides.each``."""
+        return (self,)
 
     @property
     def rounded(self) -> tuple[int, int]:
@@ -152,10 +149,6 @@ class Rows:
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that differs between rows of the same ``sizes``."""
         return self.places, self.columns, self.ends
-
-    def forget_packed(self) -> None:
-        """Forget arguments of an earlier batch."""
-        self.packed.clear()
 
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
         """The same rows with these ``tensors``, which may be overwritten in place."""
@@ -211,7 +204,7 @@ class Rows:
         return self.places[starts] // self.shape[1]
 
     @cached_property
-    def grid(self) -> Tensor:
+    def dense(self) -> Tensor:
         """The index of each token in a flattened grid of rows x ``longest``."""
         lengths = torch.tensor(self.lengths)
         row = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -234,17 +227,7 @@ class Rows:
 
     def unpack(self, tensor: Tensor) -> Tensor:
         """[1, real tokens, ...] -> [batch, tokens, ...], with zeros for padding."""
-        padded = Layout.of_rows(self).spread(tensor, 0.0)
-        return padded.view(*self.shape, *tensor.shape[2:])
-
-    def to_grid(self, tensor: Tensor) -> Tensor:
-        """[real tokens, ...] -> [rows, longest, ...]: as little padding as possible."""
-        padded = scatter(tensor[None], self.grid, len(self.lengths) * self.longest)
-        return padded.view(len(self.lengths), self.longest, *tensor.shape[1:])
-
-    def from_grid(self, tensor: Tensor) -> Tensor:
-        """[rows, longest, ...] -> [real tokens, ...]."""
-        return gather(tensor.flatten(0, 1)[None], self.grid).squeeze(0)
+        return Layout.of_rows(self).pad(tensor)
 
     def pack_argument(self, value: Any) -> Any:
         """An argument of a block other than hidden states, packed if it has a value per token."""
@@ -273,6 +256,28 @@ class Rows:
         return self.unpack(value) if is_packed else value
 
 
+@dataclass(frozen=True)
+class Sides:
+    """The rows of a batch on both sides of a model."""
+
+    encoder: Rows
+    decoder: Rows
+
+    @property
+    def each(self) -> tuple[Rows, ...]:
+        """The rows of one side after the other."""
+        return self.encoder, self.decoder
+
+    def move_to(self, device: torch.device | None) -> Sides:
+        """The same sides with their tensors on the device."""
+        return Sides(self.encoder.move_to(device), self.decoder.move_to(device))
+
+    def fix(self, *tensors: Tensor) -> Sides:
+        """The same sides with these ``tensors``, which may be overwritten in place."""
+        half = len(tensors) // 2
+        return Sides(self.encoder.fix(*tensors[:half]), self.decoder.fix(*tensors[half:]))
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """Where tokens, [1, tokens, ...], stand in a padded tensor, whose columns may have been cut."""
@@ -281,11 +286,19 @@ class Layout:
     places: Tensor
     """Of each token in the flattened grid. Tokens whose column was cut off share one more place."""
     grid: tuple[int, int]
+    extra: int = 0
+    """Tokens after those that have places, which round their number up."""
+    is_cut: bool = False
     _cuts: dict[tuple[int, int], Layout] = field(default_factory=dict)
 
     @staticmethod
     def of_rows(rows: Rows) -> Layout:
-        return Layout(rows, rows.places, rows.shape)
+        return Layout(rows, rows.places, rows.shape, rows.extra)
+
+    @staticmethod
+    def of_lengths(rows: Rows) -> Layout:
+        """As little padding as possible: a grid of rows x ``longest``."""
+        return Layout(rows, rows.dense, (len(rows.lengths), rows.longest))
 
     @staticmethod
     def of_filled(rows: Rows) -> Layout:
@@ -298,10 +311,6 @@ class Layout:
     def size(self) -> int:
         return self.grid[0] * self.grid[1]
 
-    @property
-    def is_whole(self) -> bool:
-        return self.places is self.rows.places
-
     def cut(self, start: int, stop: int) -> Layout:
         """The same tokens in a grid that has only these columns."""
         if (start, stop) not in self._cuts:
@@ -309,23 +318,28 @@ class Layout:
             row, column = self.places // self.grid[1], self.places % self.grid[1]
             is_in = (column >= start) & (column < stop) & (self.places < self.size)
             places = torch.where(is_in, row * width + column - start, count * width)
-            self._cuts[start, stop] = Layout(self.rows, places, (count, width))
+            grid = count, width
+            self._cuts[start, stop] = Layout(self.rows, places, grid, self.extra, is_cut=True)
         return self._cuts[start, stop]
 
     def spread(self, tokens: Tensor, fill: float) -> Tensor:
         """[1, tokens, ...] -> [places, ...], with ``fill`` for padding."""
-        tokens = tokens[:, : len(self.places)] if self.rows.extra else tokens
-        if self.is_whole:
+        tokens = tokens[:, : len(self.places)] if self.extra else tokens
+        if not self.is_cut:
             return scatter(tokens, self.places, self.size, fill).squeeze(0)
         return scatter(tokens, self.places, self.size + 1, fill)[0, : self.size]
 
+    def pad(self, tokens: Tensor, fill: float = 0.0) -> Tensor:
+        """[1, tokens, ...] -> [*grid, ...], with ``fill`` for padding."""
+        return self.spread(tokens, fill).view(*self.grid, *tokens.shape[2:])
+
     def take(self, values: Tensor) -> Tensor:
         """[places, ...] -> [1, tokens, ...]."""
-        if not self.is_whole:
+        if self.is_cut:
             values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         tokens = gather(values[None], self.places)
-        if self.rows.extra:
-            zeros = tokens.new_zeros(1, self.rows.extra, *tokens.shape[2:])
+        if self.extra:
+            zeros = tokens.new_zeros(1, self.extra, *tokens.shape[2:])
             tokens = torch.cat([tokens, zeros], 1)
         return tokens
 

@@ -9,66 +9,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.unpad.kernels import use_rows
+from rapidformer.accel.unpad.kernels import get_current, use_rows
 from rapidformer.accel.unpad.masks import RowMask
-from rapidformer.accel.unpad.rows import NO_SIZES, Mask, Rows, Sizes, round_width
+from rapidformer.accel.unpad.origin import Mask
+from rapidformer.accel.unpad.rows import NO_SIZES, Rows, Sides, Sizes, round_width
 from rapidformer.data.batch import get_host_copy
 from rapidformer.overlay import extend
 
-
-@dataclass(frozen=True)
-class Sides:
-    """The rows of a batch on both sides of a model."""
-
-    encoder: Rows
-    decoder: Rows
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Everything that Python code can see of filled rows."""
-        return (*self.encoder.sizes, *self.decoder.sizes)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of both sides."""
-        return self.encoder.num_tokens + self.decoder.num_tokens
-
-    @property
-    def rounded(self) -> tuple[int, ...]:
-        """The number of tokens and the bound of a row's length, of both sides."""
-        return (*self.encoder.rounded, *self.decoder.rounded)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything that differs between sides of the same ``sizes``."""
-        return (*self.encoder.tensors, *self.decoder.tensors)
-
-    def move_to(self, device: torch.device | None) -> Sides:
-        """The same sides with their tensors on the device."""
-        return Sides(self.encoder.move_to(device), self.decoder.move_to(device))
-
-    def fix(self, *tensors: Tensor) -> Sides:
-        """The same sides with these ``tensors``, which may be overwritten in place."""
-        half = len(tensors) // 2
-        return Sides(self.encoder.fix(*tensors[:half]), self.decoder.fix(*tensors[half:]))
-
-    def forget_packed(self) -> None:
-        """Forget arguments of an earlier batch."""
-        self.encoder.forget_packed()
-        self.decoder.forget_packed()
-
-
 MASKS = ("attention_mask", "labels", "decoder_attention_mask")
 """The entries of a batch that show which of its tokens are real."""
-SIDES: ContextVar[Sides | None] = ContextVar("sides", default=None)
-"""The rows on which a model's stacks compute now; None: on padded batches."""
 
 
 def is_encoder_decoder(model: Any) -> bool:
@@ -161,8 +115,8 @@ def extend_sides(model: nn.Module, encoder: nn.Module, decoder: nn.Module) -> li
 def _build_stack(cls: Any, *, is_decoder: bool) -> dict[str, Any]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sides = SIDES.get()
-        if sides is None:
+        sides = get_current()
+        if not isinstance(sides, Sides):
             return cls.forward(self, *args, **kwargs)
         rows = (sides.decoder, sides.encoder) if is_decoder else (sides.encoder,)
         with use_rows(*rows):

@@ -12,7 +12,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -149,27 +148,16 @@ def _list_kept(module: nn.Module) -> list[Tensor]:
     return [*module.buffers(recurse=False), *frozen]
 
 
-class Statistics:
-    """What modules keep of the numbers that they see, such as the observers of quantization.
+def list_statistics(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
+    """What modules keep of the numbers that they see, as quantization's observers do, by versions.
 
-    Parametrizations see weights only, not tokens.
+    Parametrizations see weights only, not tokens. Inside ``keep_state``, ids are not used again.
     """
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        modules = [module for block in blocks for module in block.modules()]
-        lists = [module for module in modules if isinstance(module, ParametrizationList)]
-        of_weights = {id(module) for each in lists for module in each.modules()}
-        self._modules = [module for module in modules if id(module) not in of_weights]
-        self._noted = self._read()
-
-    def _read(self) -> list[tuple[Tensor, int]]:
-        kept = (tensor for module in self._modules for tensor in _list_kept(module))
-        return [(tensor, count_changes(tensor)) for tensor in kept if tensor.dtype in FLOATS]
-
-    def have_changed(self) -> bool:
-        """Whether a forward pass has written any of them, or put another in its place."""
-        pairs = zip_longest(self._noted, self._read(), fillvalue=(None, 0))
-        return any(old[0] is not new[0] or old[1] != new[1] for old, new in pairs)
+    modules = [module for block in blocks for module in block.modules()]
+    lists = [module for module in modules if isinstance(module, ParametrizationList)]
+    of_weights = {id(module) for each in lists for module in each.modules()}
+    kept = (t for module in modules if id(module) not in of_weights for t in _list_kept(module))
+    return [(id(tensor), count_changes(tensor)) for tensor in kept if tensor.dtype in FLOATS]
 
 
 @torch.no_grad()
@@ -202,8 +190,7 @@ class Steady(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self._model, (self._rows, self._columns), self._own = model, shape, own
-        self._rates: list[tuple[Any, str, float]] = []
-        self._hooks: list[Any] = []
+        self._changes = ExitStack()
         self._depth = 0
 
     def __enter__(self) -> Steady:
@@ -212,12 +199,12 @@ class Steady(TorchDispatchMode):
             for name, value in vars(module).items():
                 is_rate = name == "p" if isinstance(module, DROPOUTS) else "dropout" in name
                 if is_rate and isinstance(value, float):
-                    self._rates.append((module, name, value))
-        for module, name, _ in self._rates:
-            setattr(module, name, 0.0)
+                    setattr(module, name, 0.0)
+                    self._changes.callback(setattr, module, name, value)
         for module in self._own:
-            self._hooks.append(module.register_forward_pre_hook(self._go_in))
-            self._hooks.append(module.register_forward_hook(self._come_out, always_call=True))
+            self._changes.callback(module.register_forward_pre_hook(self._go_in).remove)
+            hook = module.register_forward_hook(self._come_out, always_call=True)
+            self._changes.callback(hook.remove)
         super().__enter__()
         return self
 
@@ -229,10 +216,7 @@ class Steady(TorchDispatchMode):
 
     def __exit__(self, *problem: Any) -> None:
         super().__exit__(*problem)
-        for hook in self._hooks:
-            hook.remove()
-        for module, name, value in self._rates:
-            setattr(module, name, value)
+        self._changes.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -4,94 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.on_demand import (
-    FOLLOWED,
-    FOLLOWED_PAIRS,
-    Unpadded,
-    pick,
-    replay_later,
-    settle,
-)
-from rapidformer.accel.unpad.places import gather
-from rapidformer.accel.unpad.rows import Layout
-from rapidformer.compat.torch_tensors import check_later
+from rapidformer.accel.unpad.on_demand import Unpadded, lacks_padding, pick, settle
+from rapidformer.accel.unpad.operations import FOLLOWED, FOLLOWED_PAIRS
 
-_INPLACE = {functional.dropout: 3, functional.elu: 2, functional.leaky_relu: 2}
-"""Where an activation takes ``inplace``, if not as its second argument."""
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The rows that may have a label."""
-
-    rows: Tensor
-    labels: Tensor
-    count: int
-    """Of all rows."""
-    layout: Layout | None
-    """Set if these are real tokens of a padded batch."""
-    index: Tensor | None
-    """Which of those have a label; None if the host does not know."""
-
-    def take(self, other: Tensor) -> Tensor:
-        """The same rows of another tensor."""
-        if isinstance(other, Unpadded) and other.is_lazy and other.is_promised:
-            other = other.token_layout.spread(other.tokens, 0.0)
-        other = settle(other)
-        if self.layout is not None:
-            other = self.layout.take(other)[0, : len(self.layout.places)]
-        return other if self.index is None else other[self.index]
-
-    def put_back(self, values: Tensor) -> Tensor:
-        """Values of all rows from those of these; 0 for the others."""
-        if self.index is not None:
-            count = self.count if self.layout is None else len(self.layout.places)
-            zeros = values.new_zeros(count, *values.shape[1:])
-            values = zeros.index_copy(0, self.index, values)
-        return values if self.layout is None else self.layout.spread(values[None], 0.0)
-
-
-def select_labelled(
-    hidden: Tensor, labels: Tensor, ignored: int, index: Tensor | None = None
-) -> Selection:
-    """The rows of ``hidden``, [rows, size], that may have a label; ``index`` has those that do."""
-    count, layout = len(labels), None
-    picked = pick_labelled(hidden, labels, ignored)
-    if picked is None:
-        rows = settle(hidden)
-    else:
-        rows, labels = picked
-        layout = hidden.token_layout  # type: ignore[attr-defined]
-        index = None if index is None else layout.find_tokens(index)
-    if index is None and rows.device.type == "cpu":
-        # Not on a GPU: the host would wait to learn how many rows are selected.
-        index = (labels != ignored).nonzero().squeeze(1)
-    if index is None and isinstance(hidden, Unpadded) and picked is not None:
-        index = _find_labelled(labels, ignored, hidden.labelled)
-    if index is not None:
-        rows, labels = gather(rows[None], index)[0], labels[index]
-    return Selection(rows, labels, count, layout, index)
-
-
-def _find_labelled(labels: Tensor, ignored: int, bound: int | None) -> Tensor | None:
-    """``bound`` different places, which have all labels among them; the host does not wait."""
-    if bound is None or not 0 < bound < len(labels):
-        return None
-    is_ignored = labels == ignored
-    check_later((~is_ignored).sum() <= bound, "a loss has more labels than its batch")
-    return is_ignored.to(torch.uint8).sort(stable=True).indices[:bound]
+_INPLACE = {
+    **{getattr(functional, n): 1 for n in ("relu", "silu", "mish", "relu6", "hardswish")},
+    functional.elu: 2, functional.leaky_relu: 2, functional.dropout: 3,
+}  # fmt: skip
+"""Activations that may write into what they are given, and where they take ``inplace``."""
 
 
 def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor] | None:
     """The rows of ``hidden``, [rows, size], that may have a label; None if padding has, too."""
-    if not isinstance(hidden, Unpadded) or not hidden.is_lazy or not hidden.is_flat:
+    if not lacks_padding(hidden) or not hidden.is_flat:
         return None
     layout, rows = hidden.token_layout, hidden.token_layout.rows
     is_labelled = labels != ignored
@@ -99,15 +30,15 @@ def pick_labelled(hidden: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor,
         return None
     count = len(layout.places)
     chosen = layout.take(labels)[0, :count]
-    if not layout.is_whole:
+    if layout.is_cut:
         chosen = chosen.where(layout.select(is_labelled), ignored)
     return hidden.tokens[0, :count], chosen
 
 
 def _apply(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
     """Functions of each number alone, casts included."""
-    flag = args[_INPLACE.get(func, 1) - 1 :][:1]
-    if kwargs.get("inplace") or (func in _MAY_BE_INPLACE and flag == (True,)):
+    place = _INPLACE.get(func, 0)
+    if kwargs.get("inplace") or (place and args[place - 1 : place] == (True,)):
         return func(settle(x), *args, **kwargs)
     if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
         return NotImplemented
@@ -123,7 +54,7 @@ def _cast(func: Any, x: Unpadded, other: Tensor) -> Any:
 def _run(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Tensor:
     """Run on the tokens alone."""
     tokens = func(x.tokens, *args, **kwargs)
-    return x.derive(tokens, replay_later(func, (x, *args), kwargs))
+    return x.derive(tokens, x.replay_later(func, (x, *args), kwargs))
 
 
 def _combine(func: Any, left: Any, right: Any, *more: Any, **kwargs: Any) -> Any:
@@ -142,7 +73,7 @@ def _combine(func: Any, left: Any, right: Any, *more: Any, **kwargs: Any) -> Any
     tokens = func(*sides, **kwargs)
     if tokens.shape[:2] != x.tokens.shape[:2]:
         return NotImplemented
-    return x.derive(tokens, replay_later(func, (left, right), kwargs))
+    return x.derive(tokens, x.replay_later(func, (left, right), kwargs))
 
 
 def _fit(x: Unpadded, side: Any) -> Any:
@@ -198,7 +129,7 @@ def _reduce(place: int, default: int | None = None) -> Callable[..., Any]:
         else:
             given, named = (*args[: place - 1], dim, *args[place:]), kwargs
         result = func(x.tokens, *given, **named)
-        replay = replay_later(func, (x, *args), kwargs)
+        replay = x.replay_later(func, (x, *args), kwargs)
         if isinstance(result, Tensor):
             return x.derive(result, replay)
         return type(result)([x.derive(r, pick(replay, n)) for n, r in enumerate(result)])
@@ -227,7 +158,7 @@ def _reshape(func: Any, x: Unpadded, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(a, (torch.dtype, Tensor)) for a in (*args, *kwargs.values())):
         return NotImplemented
     shape = tuple(func(torch.empty(x.shape, device="meta"), *args, **kwargs).shape)
-    replay = replay_later(func, (x, *args), kwargs)
+    replay = x.replay_later(func, (x, *args), kwargs)
     for is_flat, lead in ((False, x.token_layout.grid), (True, (x.token_layout.size,))):
         rest = shape[len(lead) :]
         if shape[: len(lead)] == lead and math.prod(shape) == x.numel():
@@ -251,13 +182,13 @@ def _index(func: Any, x: Unpadded, index: Any) -> Any:
     missing = x.dim() - len([p for p in parts if p is not Ellipsis])
     parts[where : where + 1] = [slice(None)] * missing
     lead, rest = parts[: len(x.lead)], parts[len(x.lead) :]
-    replay = replay_later(func, (x, index), {})
+    replay = x.replay_later(func, (x, index), {})
     if all(p == slice(None) for p in lead):
         return x.derive(x.tokens[(slice(None), slice(None), *rest)], replay)
     if x.is_flat or lead[0] != slice(None):
         return NotImplemented
     rows, column = x.token_layout.rows, lead[1]
-    if column == 0 and type(column) is int and x.token_layout.is_whole and rows.starts_left:
+    if column == 0 and type(column) is int and rows.starts_left and not x.token_layout.is_cut:
         return x.get_first()[(slice(None), *rest)]
     if isinstance(column, slice) and column.step in (None, 1) and rest == [slice(None)] * len(rest):
         start, stop, _ = column.indices(x.token_layout.grid[1])
@@ -311,10 +242,6 @@ _register(
     _apply,
 )
 _register("type_as", _cast)
-_MAY_BE_INPLACE = {
-    getattr(functional, name)
-    for name in ("relu", "silu", "mish", "elu", "leaky_relu", "relu6", "hardswish", "dropout")
-}
 _register(
     "add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ div __truediv__ true_divide "
     "__rtruediv__ eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,19 +16,21 @@ from rapidformer.accel.attention import disentangled
 from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.unpad import batches, tokenwise
-from rapidformer.accel.unpad.block_code import BlockCode, BlockParts
-from rapidformer.accel.unpad.blocks import extend_blocks, find_attention, group_by_stack
+from rapidformer.accel.unpad.block_code import BlockCode
+from rapidformer.accel.unpad.blocks import (
+    extend_blocks,
+    extend_inner_models,
+    find_attention,
+    group_by_stack,
+)
 from rapidformer.accel.unpad.calls import Call, Help, Removal
-from rapidformer.accel.unpad.kernels import NAME, inside, register, use_rows
+from rapidformer.accel.unpad.kernels import NAME, register, use_rows
 from rapidformer.accel.unpad.on_demand import WATCHING, Unpadded, settle
-from rapidformer.accel.unpad.origin import extend_inner_models
 from rapidformer.accel.unpad.promises import find_promise
-from rapidformer.accel.unpad.proof import find_difference
+from rapidformer.accel.unpad.proof import find_difference, run_whole
 from rapidformer.accel.unpad.row_attention import compile_with_dropout
-from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.rows import Rows, Sides
 from rapidformer.accel.unpad.sides import (
-    SIDES,
-    Sides,
     extend_sides,
     find_biased,
     find_stacks,
@@ -123,12 +124,12 @@ def apply_unpadding(
     register()
     WATCHING.keep(applied)
     stacks = group_by_stack(plan) if pipeline is None else pipeline.stacks
-    parts = [(plan, _run_whole)] if pipeline is None else pipeline.list_alone(model)
+    parts = [(plan, run_whole)] if pipeline is None else pipeline.list_alone(model)
     has_all_tokens = pipeline is None and sharing is None and not splits_tokens
     ways = _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled)
     if not ways:
         return f"{type(model).__name__} needs sdpa attention to run without padding here"
-    code = BlockCode(plan.get_blocks(model))
+    code = BlockCode(model, plan.blocks)
     if code.problem is not None and pipeline is None:  # it may not even be tried without effects
         return f"{type(model).__name__} may give other results later: its blocks {code.problem}"
     for pads_attention in ways:
@@ -155,9 +156,7 @@ def apply_unpadding(
         only_in_graphs=only_in_graphs,
     )  # fmt: skip
     put_fact(model, removal)
-    inner_modules = list_inner_modules(model, plan.blocks)
-    parts_now = BlockParts(model, plan.blocks)
-    _extend_model(model, inner_modules, removal, code, parts_now, packs=packs)
+    _extend_model(model, plan, removal, code, packs=packs)
     return None
 
 
@@ -172,10 +171,6 @@ def _list_ways(model: nn.Module, plan: ModelPlan, *, may_pad: bool) -> list[bool
     is_known = runs_in_library_code(model, plan.blocks[0]) and all(map(find_attention, blocks))
     may_pad = may_pad and is_known and not is_repeated and not is_encoder_decoder(model)
     return [False] * has_sdpa + [True] * may_pad
-
-
-def _run_whole(batch: dict[str, Any]) -> AbstractContextManager[list[Tensor]]:
-    return nullcontext([])
 
 
 def _find_difference(
@@ -198,7 +193,7 @@ def _find_difference(
     if difference is None and code.problem is not None:
         difference = f"or may give some later, since code in its blocks {code.problem}"
     # A model's stages agree, since each rank has seen only its own.
-    is_elsewhere = parts[0][1] is not _run_whole and max_over_all([int(difference is not None)])[0]
+    is_elsewhere = parts[0][1] is not run_whole and max_over_all([int(difference is not None)])[0]
     return difference or ("in a stage on another rank" if is_elsewhere else None)
 
 
@@ -225,51 +220,42 @@ def _extend_parts(
 
 
 def _extend_model(
-    model: nn.Module,
-    inner_modules: Mapping[str, nn.Module],
-    removal: Removal,
-    code: BlockCode,
-    parts: BlockParts,
-    *,
-    packs: bool,
+    model: nn.Module, plan: ModelPlan, removal: Removal, code: BlockCode, *, packs: bool
 ) -> None:
     """Let a model run without padding on batches whose loss cannot change.
 
-    ``inner_modules`` are the blocks and everything inside them: a user's hook there must see what
-    it would see without the switch. With ``packs``, packed examples are computed apart as well.
+    With ``packs``, packed examples are computed apart as well.
     """
-    is_two_sided, watching = is_encoder_decoder(model), Watching(inner_modules)
-    find: Any = batches.find_sides if is_two_sided else batches.find_rows
+    # A user's hook inside blocks must see what it would see without the switch.
+    watching = Watching(list_inner_modules(model, plan.blocks))
+    is_staged = removal.help_of_others is Help.TOGETHER
+
+    def may_remove(model: nn.Module, *, is_by_position: bool) -> bool:
+        """Whether padding may be removed from such a call, and the model is as it was tried."""
+        if is_transformed():  # what stands for padding could not be followed
+            return False
+        if is_staged and not torch.is_grad_enabled():  # nothing would repeat such a call
+            return False
+        if watching.find_watched() or code.has_changed():
+            removal.is_missed |= is_staged
+            return False
+        is_on = removal.is_on or is_by_position
+        return is_on and (not removal.pads_attention or _can_pad_attention(model))
 
     def build(cls: Any) -> dict[str, Any]:
         @functools.wraps(cls.forward)  # trainers read the signature to choose a batch's columns
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(cls.forward, self, *args, **kwargs)
-            promise = find_promise(kwargs)
             is_by_position = packs and batches.is_packed(kwargs)
-            is_staged = removal.help_of_others is Help.TOGETHER
-            if is_transformed():  # what stands for padding could not be followed
-                return run()
-            if is_staged and not torch.is_grad_enabled():
-                return run()  # nothing would repeat such a call
-            if watching.find_watched() or code.has_changed() or parts.has_changed():
-                removal.is_missed |= is_staged
-                return run()
-            if not (removal.is_on or is_by_position):
-                return run()
-            if removal.pads_attention and not _can_pad_attention(self):
+            if not may_remove(self, is_by_position=is_by_position):
                 return run()
             if is_by_position:
-                rows = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
-                return run() if rows is None else _call_packed(run, rows, kwargs)
-            shapes = [getattr(kwargs.get(n), "shape", n) for n in ("labels", "attention_mask")]
-            is_labelled = is_two_sided or shapes[0] == shapes[1]
-            may_lack_padding = promise is not None or _may_lack_padding(
-                self, removal, has_label_per_token=is_labelled
-            )
-            rows = None
-            if may_lack_padding:
-                rows = find(self, kwargs, rounds_up=removal.rounds_up)
+                examples = batches.find_packed_rows(self, kwargs, rounds_up=removal.rounds_up)
+                return run() if examples is None else _call_packed(run, examples, kwargs)
+            promise = find_promise(kwargs)
+            if promise is None and not _may_lack_padding(self, removal, kwargs):
+                return run()
+            rows = batches.find_rows(self, kwargs, rounds_up=removal.rounds_up)
             if rows is None:
                 return run()
             removal.has_removed = True
@@ -278,9 +264,8 @@ def _extend_model(
                     return run()
             if isinstance(rows, Sides):  # nothing could use a cache of packed tokens
                 run = functools.partial(run, use_cache=False)
-            is_promised = promise is not None
             return call_without_padding(
-                self, run, rows, removal, is_promised=is_promised,
+                self, run, rows, removal, is_promised=promise is not None,
                 labelled=batches.count_labelled(self, kwargs),
             )  # fmt: skip
 
@@ -294,12 +279,12 @@ def call_without_padding(
     labelled: int | None = None,
 ) -> Any:  # fmt: skip
     """Run a model's forward pass without padding."""
-    device = (rows.decoder if isinstance(rows, Sides) else rows).places.device
+    device = rows.each[0].places.device
     call = Call(
         removal, run, device, knows_labels=is_library_code(model), is_promised=is_promised,
         labelled=labelled,
     )  # fmt: skip
-    with inside(SIDES, rows) if isinstance(rows, Sides) else use_rows(rows):
+    with use_rows(rows):
         output = call.run(run)
     return _release(output)
 
@@ -335,8 +320,10 @@ def is_library_code(model: nn.Module) -> bool:
     return is_own_model(get_own_class(model)) and (loss is None or is_own_loss)
 
 
-def _may_lack_padding(model: nn.Module, removal: Removal, *, has_label_per_token: bool) -> bool:
+def _may_lack_padding(model: nn.Module, removal: Removal, given: Mapping[str, Any]) -> bool:
     """Whether nobody is going to read padding, or this rank can compute it then."""
+    shapes = [getattr(given.get(n), "shape", n) for n in ("labels", "attention_mask")]
+    has_label_per_token = shapes[0] == shapes[1] or is_encoder_decoder(model)
     # Without gradients, results for each token are predictions, which someone reads as a whole.
     if has_label_per_token and not torch.is_grad_enabled():
         return False

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.unpad.on_demand import note_version
+from rapidformer.accel.later import Noted, have_changed, note_version
 
 Shape = tuple[int, ...]
 ABSORBING = -1e30
@@ -35,7 +35,7 @@ class Form:
     scale: float = 1.0
     bias: Tensor | None = None
     """Of as many dimensions as ``lead`` and two more, each of them maybe 1."""
-    noted: tuple[tuple[Tensor, int], ...] = ()
+    noted: tuple[Noted, ...] = ()
     """Tensors of the model's own among these, and how often each had been changed in place."""
     is_weights: bool = False
     dropout: float = 0.0
@@ -43,7 +43,7 @@ class Form:
     @property
     def is_current(self) -> bool:
         """Whether nothing that it is made of was changed in place."""
-        return all(note_version(tensor)[1] == version for tensor, version in self.noted)
+        return not have_changed(self.noted)
 
     @property
     def ends(self) -> Shape:

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.attention.own_code import fused, rules, scores
 from rapidformer.accel.attention.own_code.form import Form
+from rapidformer.accel.later import note_version
 from rapidformer.accel.unpad.dropout import BITS
-from rapidformer.accel.unpad.on_demand import note_version
 from rapidformer.compat.torch_compile import is_tracing, untraced
 from rapidformer.compat.torch_dispatch import is_transformed
 from rapidformer.compat.transformers_models import has_own_attention_code

@@ -15,17 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel import later
 from rapidformer.accel.attention.own_code.form import Form, Shape
-from rapidformer.accel.unpad.calls import note_mode
-from rapidformer.accel.unpad.on_demand import note_version
-from rapidformer.compat.torch_compile import break_graph, is_tracing, untraced
+from rapidformer.accel.later import LateTensor
 from rapidformer.compat.torch_dispatch import (
     convert_function_arguments,
     tree_leaves,
     tree_map_only,
+    without_torch_dispatch,
     without_torch_function,
 )
-from rapidformer.compat.torch_tensors import FACTS
 from rapidformer.errors import RapidformerError
 
 Result = Any
@@ -91,24 +90,23 @@ class Node:
         return self.value
 
 
-class Scores(torch.Tensor):
+class Scores(LateTensor):
     """What a model's code holds; ``node`` is another one after a change in place."""
 
+    meaning = "scores that do not exist (attention in a model's own code)"
     node: Node
 
+    def compute(self) -> Tensor:
+        """The scores as they are by now."""
+        return self.node.compute()
+
     @classmethod
-    @untraced
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in FACTS:
-            return super().__torch_function__(func, types, args, kwargs)
-        if is_tracing():
-            break_graph("scores that do not exist (attention in a model's own code)")
-        if func in _LIKE or func in _AS:
-            place = 0 if func in _LIKE else 1
-            args = tuple(_blank(arg) if n == place else arg for n, arg in enumerate(args))
+    def follow(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Note an operation, or NotImplemented."""
+        if func not in _LIKE and func not in _AS:
+            return _follow(func, args, kwargs)
+        place = 0 if func in _LIKE else 1
+        args = tuple(_blank(arg) if n == place else arg for n, arg in enumerate(args))
         result = _follow(func, args, kwargs)
         if result is NotImplemented:
             result = func(*compute_all(args), **compute_all(kwargs))
@@ -128,7 +126,7 @@ def compute_all(values: Any, *, but_weights: bool = False) -> Any:
 
     def compute(scores: Scores) -> Tensor:
         is_kept = but_weights and scores.node.form.is_weights
-        return scores if is_kept else scores.node.compute()
+        return scores if is_kept else scores.compute()
 
     return tree_map_only(Scores, compute, values)
 
@@ -141,18 +139,9 @@ def build(form: Form, shape: Shape, dtype: torch.dtype, replay: Callable[[], Ten
 def replay_later(func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
     """The same operation, later, as it would be now."""
     args, kwargs = tree_map_only(Scores, lambda scores: scores.node, (args, kwargs))
-    enter_mode = note_mode(device)
-    noted = [note_version(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-
-    def replay() -> Tensor:
-        if any(note_version(tensor)[1] != version for tensor, version in noted):
-            raise ChangedInPlaceError
-        known = tree_map_only(Node, Node.compute, (args, kwargs))
-        with torch.inference_mode(False), enter_mode():
-            result: Tensor = func(*known[0], **known[1])
-            return result
-
-    return replay
+    return later.replay_later(
+        func, args, kwargs, device, Node, Node.compute, lambda _: ChangedInPlaceError()
+    )
 
 
 def _wrap(node: Node, like: Tensor) -> Scores:
@@ -171,7 +160,7 @@ def _write(func: Any, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Tensor:
 
 def _blank(value: Any) -> Any:
     """What has the same shape and type, and no values."""
-    with without_torch_function():
+    with without_torch_function(), without_torch_dispatch():
         return value.as_subclass(Tensor) if isinstance(value, Scores) else value
 
 
@@ -211,5 +200,5 @@ def _follow(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return _wrap(result, scores.node.form.query)
 
 
-WATCHING = convert_function_arguments(Scores, lambda _, scores: scores.node.compute())
+WATCHING = convert_function_arguments(Scores, lambda _, scores: scores.compute())
 """Inside, custom autograd functions, which bypass ``__torch_function__``, get computed scores."""

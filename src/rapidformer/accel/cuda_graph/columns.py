@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes, round_up, round_width
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
@@ -27,6 +27,23 @@ _LIMITS = (
     "max_source_positions", "max_target_positions",
 )  # fmt: skip
 """Entries of a model's configuration: how long a row can be."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """A fact on a model: whether padding added to a batch leaves its results unchanged."""
+
+    fills: bool
+    """If a part of it runs as rows of its own."""
+    widens: bool
+    """If all of it is computed. That of a model of the user's own is not tried beforehand."""
+    limits: tuple[int, ...] = ()
+    """Lengths that may be the longest which a model of the user's own takes."""
+
+
+def find_filling(model: Any) -> Filling:
+    """What was found out about a model."""
+    return find_fact(model, Filling) or Filling(fills=False, widens=False)
 
 
 class Column(NamedTuple):

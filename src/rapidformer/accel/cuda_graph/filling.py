@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.context.exchanged_attention import find_configs
-from rapidformer.accel.unpad.batches import Filling, is_on
+from rapidformer.accel.cuda_graph.columns import Filling, choose_columns, choose_sides, widen
+from rapidformer.accel.unpad.batches import is_on
 from rapidformer.accel.unpad.calls import Removal
-from rapidformer.accel.unpad.columns import choose_columns, choose_sides, widen
 from rapidformer.accel.unpad.on_demand import put_zeros
 from rapidformer.accel.unpad.proof import call_plainly, find_difference
-from rapidformer.accel.unpad.rows import Rows
-from rapidformer.accel.unpad.sides import Sides, is_encoder_decoder, read_filled_sides
+from rapidformer.accel.unpad.rows import Rows, Sides
+from rapidformer.accel.unpad.sides import is_encoder_decoder, read_filled_sides
 from rapidformer.accel.unpad.unpadding import call_without_padding, find_problem
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.errors import ModelError
