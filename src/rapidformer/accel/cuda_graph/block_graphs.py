@@ -29,7 +29,7 @@ from rapidformer.accel.cuda_graph.block_calls import (
     may_record,
     read_call,
 )
-from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
+from rapidformer.accel.cuda_graph.chains import CallKey, Chain, Following, Notes, View, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import (
     HostNumbers,
@@ -132,13 +132,10 @@ class BlockGraphs:
         self._stacks = build_stacks(blocks, self._names, capture)
         """By block."""
         self._all_stacks = list(dict.fromkeys(self._stacks.values()))
-        self._described: Hashable = None
-        """What the blocks' code depends on in this call of the model."""
-        self._kept: frozenset[str] | None = None
-        """Which outputs of blocks transformers keeps in it; None: it cannot be replayed."""
+        self._view: View | None = None
+        """What blocks see in this call of the model; None: it cannot be replayed."""
         self._places: Hashable = None
-        """Where the weights are in it."""
-        self._recorded_places: Hashable = None
+        """Where the weights were when a pass began."""
         self._number = 0
         self._block_set = set(blocks)
         self._host_numbers: HostNumbers
@@ -261,8 +258,10 @@ class BlockGraphs:
         """Record the calls that the last pass has noted."""
         now = get_numbers(self._device)
         before = Snapshot(self._code.examination.list_tensors(), self._device)
-        may_chain = self._may_chain and not last.kept and not self._skips_by_chance
-        chains = build_chains(notes.calls, are_linked=may_chain)
+        places = hash_places(self._parameters)  # what is recorded reads weights here
+        calls = [call for call in notes.calls if call.key.view.places == places]
+        may_chain = self._may_chain and not self._skips_by_chance
+        chains = build_chains(calls, are_linked=may_chain)
         last.notes = None
         try:
             last.keep(chains, self.record_all(chains, stack.capture, before))
@@ -295,20 +294,20 @@ class BlockGraphs:
             except NotRepeatableError as problem:
                 self.give_up(str(problem))
                 return run(*args, **kwargs)
+        if self._view is None:
+            return run(*args, **kwargs)
+        if stack.current is None:
+            stack.current = self._choose(stack, call, self._view)
         current = stack.current
-        if current is None:
-            current = stack.current = self._choose(stack, call)
-        if (self._kept, self._places) != (current.kept, current.places):
-            return run(*args, **kwargs)  # changed between two calls of the model
         for other in self._all_stacks:
             if other is not stack:
                 other.end_chain()
         self.calls[block] += 1
-        key = (block, self.calls[block], call.form, self._described)
+        key = CallKey(block, self.calls[block], call.form, self._view)
         if current.notes is not None:
             if self.calls[block] > _MOST_CALLS:
                 return run(*args, **kwargs)
-            return current.notes.run(key, block, run, call)
+            return current.notes.run(key, run, call, is_linked=not self._view.kept)
         found = current.find(key)
         if found is None:
             return run(*args, **kwargs)
@@ -316,7 +315,7 @@ class BlockGraphs:
         self._code.note_replay()
         number, numbers = self._number, get_numbers(self._device)
         output = recorded.replay(call, numbers, lambda: number == self._number and may_go_back())
-        if current.kept:
+        if self._view.kept:
             run_forward_hooks(block, args, output)
         self._following = Following.start(chain, call, output, numbers)
         return output if self._following is None else chain.stand_in
@@ -325,23 +324,22 @@ class BlockGraphs:
         """See what this call of the model depends on; raises if nothing may be replayed."""
         # Hooks on parameters would run twice: inside a graph, too.
         self._code.check_hooks(self._parameters if self.learns else ())
-        self._described = describe_mode(self._device), self._code.describe()
-        self._places = hash_places(self._parameters)
+        code, places = self._code.describe(), hash_places(self._parameters)
         is_whole = all(getattr(above, name) is below for above, name, below in self._ways)
         # Otherwise, something stands in a block's place.
-        self._kept = self._code.find_kept(self._block_set) if is_whole else None
+        kept = self._code.find_kept(self._block_set) if is_whole else None
+        self._view = None if kept is None else View(code, places, describe_mode(self._device), kept)
 
-    def _choose(self, stack: Stack, call: BlockCall) -> StackPass:
+    def _choose(self, stack: Stack, call: BlockCall, view: View) -> StackPass:
         """The recordings of a stack for this pass, by its first block."""
-        if self._kept is None:
-            return StackPass()
-        if self._places != self._recorded_places:  # weights were moved, frozen or unfrozen
+        if view.places != self._places:  # weights were moved, frozen or unfrozen
             self._forget_recordings()
-            self._recorded_places = self._places
-        fresh = StackPass(kept=self._kept, places=self._places)
-        key = (call.form, self._described, self._kept)
+            self._places = view.places
         # The first pass may still set things up.
-        return stack.choose(key, fresh, self._device, call, may_record=self._number > 1)
+        return stack.choose(
+            (call.form, view), self._device, is_rounded=call.is_rounded,
+            may_record=self._number > 1,
+        )  # fmt: skip
 
     def _forget_recordings(self) -> None:
         for stack in self._all_stacks:

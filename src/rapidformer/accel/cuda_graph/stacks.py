@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.block_calls import BlockCall
 from rapidformer.accel.cuda_graph.chains import Chain, Notes
 from rapidformer.accel.cuda_graph.recorder import CudaCapture
 
@@ -46,14 +45,9 @@ class Recorded(Protocol):
 class StackPass:
     """A stack's blocks in one forward pass: noted first, then recorded together."""
 
-    def __init__(
-        self,
-        notes: Notes | None = None,
-        kept: frozenset[str] | None = None,
-        places: Hashable = None,
-    ) -> None:
-        self.notes, self.kept, self.places = notes, kept, places
-        """``kept``: which outputs of blocks transformers keeps; ``places``: where weights are."""
+    def __init__(self, notes: Notes | None) -> None:
+        self.notes = notes
+        """The calls of this pass, if they will be recorded after it."""
         self._chains: dict[Hashable, tuple[int, Chain, Recorded]] = {}
         """By the first call of each: its place among them."""
         self._reached = -1
@@ -109,21 +103,19 @@ class Stack:
         return sum(each.is_recorded for each in self._recorded.values())
 
     def choose(
-        self, key: Hashable, fresh: StackPass, device: torch.device, call: BlockCall,
-        *, may_record: bool,
-    ) -> StackPass:  # fmt: skip
+        self, key: Hashable, device: torch.device, *, is_rounded: bool, may_record: bool
+    ) -> StackPass:
         """The recordings of a pass, or notes to be recorded after it, or nothing."""
         if key in self._recorded:
             self._replays += 1
             return self._recorded[key].restart()
         # A size that was not rounded may never come again.
         is_back = hash(key) in self._seen and pays(len(self._recorded), self._replays)
-        is_due = call.is_rounded or is_back
+        is_due = may_record and (is_rounded or is_back) and len(self._recorded) < MOST_SIZES
         self._seen.add(hash(key))
-        if not (is_due and may_record and len(self._recorded) < MOST_SIZES):
-            return fresh
-        fresh.notes = Notes(device)
-        self._recorded[key] = fresh
+        fresh = StackPass(Notes(device) if is_due else None)
+        if is_due:
+            self._recorded[key] = fresh
         return fresh
 
     def end_pass(self) -> StackPass | None:
