@@ -44,9 +44,7 @@ class AnyOutput(Again):
 
 def build(model: Any, capture: Any) -> ForwardGraphs:
     blocks = find_plan(model).get_blocks(model)
-    return ForwardGraphs(
-        model, blocks, torch.device("cpu"), capture, is_16_bit=False, compiles=False
-    )
+    return ForwardGraphs(model, blocks, capture)
 
 
 @torch.no_grad()
@@ -118,8 +116,8 @@ def test_a_model_is_replayed_whole(counts: list[int]) -> None:
     expected = [model(**batch).logits for batch in batches]
     assert apply_unpadding(model, plan) is None
     prove_filling(model, plan, None)
-    capture = AnyOutput()
-    graphs = ForwardModel(model, blocks, torch.device("cpu"), capture, is_16_bit=False)
+    capture: Any = AnyOutput()
+    graphs = ForwardModel(model, blocks, capture)
     with reading_no_padding():
         found = [model(**batch).logits for batch in batches]
         assert graphs.problem is None
@@ -145,9 +143,8 @@ def test_inference_mode_and_no_grad_take_turns() -> None:
     plan = find_plan(model)
     assert apply_unpadding(model, plan) is None
     prove_filling(model, plan, None)
-    graphs = ForwardModel(
-        model, plan.get_blocks(model), torch.device("cpu"), AnyOutput(), is_16_bit=False
-    )
+    capture: Any = AnyOutput()
+    graphs = ForwardModel(model, plan.get_blocks(model), capture)
     batch = {"input_ids": torch.randint(5, 60, (4, 20)), "attention_mask": torch.ones(4, 20).long()}
     with reading_no_padding():
         for mode in (torch.inference_mode, torch.no_grad) * 2:
@@ -180,9 +177,8 @@ def test_a_models_own_code_sees_the_width_of_its_batches() -> None:
     expected = [model(**batch).logits for batch in batches]
     apply_unpadding(model, plan)
     prove_filling(model, plan, None)
-    graphs = ForwardModel(
-        model, plan.get_blocks(model), torch.device("cpu"), AnyOutput(), is_16_bit=False
-    )
+    capture: Any = AnyOutput()
+    graphs = ForwardModel(model, plan.get_blocks(model), capture)
     with reading_no_padding():
         for batch, theirs in zip(batches, expected, strict=True):
             torch.testing.assert_close(model(**batch).logits, theirs, rtol=1e-4, atol=1e-5)

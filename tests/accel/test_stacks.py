@@ -74,9 +74,7 @@ def test_recordings_that_share_memory_are_replayed_in_their_order(
     model = Deep()
     plain = copy.deepcopy(model)
     capture: Any = SharedMemory()
-    graphs = BlockGraphs(
-        model, list(model.layers), torch.device("cpu"), capture, is_16_bit=False, compiles=False
-    )
+    graphs = BlockGraphs(model, list(model.layers), capture)
     for sign in (1, 1, 1, 1, -1, 1):
         x, recorded = torch.rand(4, 8) * sign, capture.recorded
         capture.order.clear()
@@ -117,10 +115,7 @@ def test_blocks_with_others_in_between_are_no_chain(monkeypatch: pytest.MonkeyPa
     model = Twins()
     plain = copy.deepcopy(model)
     capture: Any = Again()
-    graphs = BlockGraphs(
-        model, [*model.left, *model.right], torch.device("cpu"), capture,
-        is_16_bit=False, compiles=False,
-    )  # fmt: skip
+    graphs = BlockGraphs(model, [*model.left, *model.right], capture)
     for _ in range(4):
         x = torch.rand(4, 8)
         with graphs.passing():

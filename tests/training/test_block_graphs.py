@@ -34,7 +34,8 @@ from tests.training.test_cuda_graph import (
 class Again:
     """Runs a function again, and writes the tensors that it returns where the first ones are."""
 
-    has_room = True
+    device, has_room = torch.device("cpu"), True
+    is_16_bit = compiles = False
 
     def __init__(self) -> None:
         self.recorded = self.replayed = self.sizes = 0
@@ -67,9 +68,9 @@ def use_stand_in(engine: RapidformerEngine, model: Any, capture: Any) -> None:
     """Let an engine record with it."""
     prove_filling(model, engine.model.parallelized.plan, None)
     engine.updates.graphs = GraphedPasses(
-        model, engine.model.parameters, engine.device, capture,
+        model, engine.model.parameters, capture,
         engine.updates.weights.count_labels,
-        is_asked=False, is_16_bit=False, compiles=False, work=None,
+        is_asked=False, work=None,
         topology=engine.runtime.topology, exchange=None,
         blocks=engine.model.parallelized.plan.get_blocks(model),
     )  # fmt: skip

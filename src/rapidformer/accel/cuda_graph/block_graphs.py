@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import (
@@ -29,6 +28,7 @@ from rapidformer.accel.cuda_graph.block_calls import (
     may_record,
     read_call,
 )
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.chains import CallKey, Chain, Following, Notes, View, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import (
@@ -39,7 +39,6 @@ from rapidformer.accel.cuda_graph.passes import (
     set_numbers,
 )
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
-from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.stacks import Recorded, Stack, StackPass, build_stacks
 from rapidformer.accel.unpad.batches import find_filling
@@ -114,17 +113,12 @@ class BlockGraphs:
         self,
         model: nn.Module,
         blocks: Sequence[nn.Module],
-        device: torch.device,
         capture: CudaCapture,
-        *,
-        is_16_bit: bool,
-        compiles: bool,
     ) -> None:
-        self.blocks, self._device, self.capture = blocks, device, capture
-        self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
+        self.blocks, self._device, self.capture = blocks, capture.device, capture
         self._code = ReplayedCode((), nn.ModuleList(blocks))
         self._parameters = [parameter for block in blocks for parameter in block.parameters()]
-        self._gradients = GradientMemory(device)
+        self._gradients = GradientMemory(capture.device)
         self._model, names = model, {module: name for name, module in model.named_modules()}
         self._names = [names[block] for block in blocks]
         self._ways = _list_ways(model, self._names)
@@ -241,13 +235,7 @@ class BlockGraphs:
         self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
     ) -> Sequence[Recorded]:
         """Record chains that follow each other; ``before`` is the state in which each begins."""
-        recorded = [
-            RecordedBlock(
-                chain, capture, self._gradients, before, rounding=self.rounding,
-                forbids_reads=not self._compiles,
-            )
-            for chain in chains
-        ]  # fmt: skip
+        recorded = [RecordedBlock(chain, capture, self._gradients, before) for chain in chains]
         for block in reversed(recorded):
             block.record_backward()
         for block in recorded:

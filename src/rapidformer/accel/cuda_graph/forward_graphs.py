@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.chains import Chain
-from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
+from rapidformer.accel.cuda_graph.comparing import check_replay
+from rapidformer.accel.cuda_graph.inputs import Inputs, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, ModelPasses
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorded_block import Recordable
-from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
 from rapidformer.accel.cuda_graph.stacks import Recorded
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.unpadding import is_library_code
@@ -39,8 +40,8 @@ def apply(assembly: Assembly) -> str | None:
     if is_frozen or not blocks:
         return None
     prove_filling(model, plan, assembly.precision.dtype)
-    is_16_bit = assembly.precision.dtype is not None
-    graphs = ForwardModel(model, blocks, device, CudaCapture(device), is_16_bit=is_16_bit)
+    capture = CudaCapture(device, is_16_bit=assembly.precision.dtype is not None)
+    graphs = ForwardModel(model, blocks, capture)
     assembly.applied.on_close(graphs.close)
     if graphs.of_blocks is not None and graphs.of_blocks.problem is not None:
         return None
@@ -52,17 +53,9 @@ class ForwardModel(ModelGraphs):
 
     most_weights, most_sizes = math.inf, 32
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[nn.Module],
-        device: torch.device,
-        capture: CudaCapture,
-        *,
-        is_16_bit: bool,
-    ) -> None:
-        super().__init__(model, (), device, capture, is_16_bit=is_16_bit, compiles=False)
-        self._blocks, self._is_16_bit = blocks, is_16_bit
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:
+        super().__init__(model, (), capture)
+        self._blocks = blocks
         self.of_blocks: ForwardGraphs | None = None
         """What replays the blocks, if the model is not."""
         if self.problem is not None:
@@ -88,7 +81,7 @@ class ForwardModel(ModelGraphs):
     def record(self, passes: ModelPasses, before: Snapshot) -> Recorded:
         """Record the forward pass."""
         with without_cast_cache():
-            return _Forward(passes, self.capture, before, MARGIN * self.rounding)
+            return _Forward(passes, self.capture, before)
 
     def give_up(self, problem: str) -> None:
         """Replay blocks from now on."""
@@ -97,10 +90,7 @@ class ForwardModel(ModelGraphs):
         self._replay_blocks()
 
     def _replay_blocks(self) -> None:
-        self.of_blocks = ForwardGraphs(
-            self.model, self._blocks, self.device, self.capture,
-            is_16_bit=self._is_16_bit, compiles=False,
-        )  # fmt: skip
+        self.of_blocks = ForwardGraphs(self.model, self._blocks, self.capture)
 
     def close(self) -> None:
         """Let the model run as it did before."""
@@ -128,9 +118,8 @@ class ForwardGraphs(BlockGraphs):
         self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
     ) -> Sequence[_Forward]:
         """Record chains that follow each other."""
-        limit = MARGIN * self.rounding
         with without_cast_cache():
-            return [_Forward(chain, capture, before, limit) for chain in chains]
+            return [_Forward(chain, capture, before) for chain in chains]
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""
@@ -147,9 +136,7 @@ class ForwardGraphs(BlockGraphs):
 class _Forward:
     """The forward pass of a chain of blocks, or of a model, as a graph."""
 
-    def __init__(
-        self, chain: Recordable, capture: CudaCapture, before: Snapshot, limit: float
-    ) -> None:
+    def __init__(self, chain: Recordable, capture: CudaCapture, before: Snapshot) -> None:
         self._static = chain.static
         run = functools.partial(chain.run, *self._static.args, **self._static.kwargs)
         with self._static.shifted():
@@ -160,11 +147,7 @@ class _Forward:
             self._replay()
         mine, theirs = ([x for x in tree_leaves(o) if isinstance(x, Tensor)] for o in
                         (self._output, expected))  # fmt: skip
-        difference = max(measure_differences(mine, theirs), default=0.0)
-        if not difference <= limit:
-            raise NotRepeatableError(
-                f"a replay gave other outputs than running it (by {difference:.1e}, relative)"
-            )
+        check_replay(mine, theirs, "outputs", is_16_bit=capture.is_16_bit)
 
     def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
         """The output of this call."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -34,12 +34,7 @@ from rapidformer.accel.cuda_graph.passes import (
     Snapshot,
     count_unused_numbers,
 )
-from rapidformer.accel.cuda_graph.recorder import (
-    CudaCapture,
-    RecordedPasses,
-    Recorder,
-    describe_error,
-)
+from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.stacks import pays
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
@@ -79,20 +74,17 @@ class GraphedPasses:
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        device: torch.device,
         capture: CudaCapture,
         count_labels: Callable[[MicroBatch], float],
         *,
         is_asked: bool,
-        is_16_bit: bool,
-        compiles: bool,
         work: ModelWork | None,
         topology: Topology,
         exchange: Exchange | None,
         blocks: Sequence[nn.Module] = (),
     ) -> None:
-        self._blocks, self._is_16_bit, self._compiles = blocks, is_16_bit, compiles
-        self._model, self._parameters, self._device = model, parameters, device
+        self._model, self._parameters, self._blocks = model, parameters, blocks
+        self._device = capture.device
         self._count_labels, self._is_asked, self._work = count_labels, is_asked, work
         self._capture, self._topology, self._exchange = capture, topology, exchange
         self.placed = exchange if isinstance(exchange, PlacedWeights) else None
@@ -100,10 +92,10 @@ class GraphedPasses:
         updated = self.placed.shards if self.placed is not None else parameters
         self._leaves = list(dict.fromkeys([*parameters, *updated]))
         """All that may get gradients: whole weights, and their shards."""
-        self.finishing = Finishing(capture, updated, device)
+        self.finishing = Finishing(capture, updated)
         """The update, unless it is part of the graph of the passes."""
-        self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
-        self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
+        self._recorder = Recorder(capture)
+        self._widths = Widths(model, parameters, self._device, is_16_bit=capture.is_16_bit)
         self._code: ReplayedCode
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
@@ -130,10 +122,7 @@ class GraphedPasses:
         """Replays the model's passes, or else its blocks, if whole steps cannot be replayed."""
         pieces = self._in_pieces
         if self._blocks and isinstance(pieces, ModelGraphs) and pieces.problem is not None:
-            self._in_pieces = BlockGraphs(
-                self._model, self._blocks, self._device, self._capture,
-                is_16_bit=self._is_16_bit, compiles=self._compiles,
-            )  # fmt: skip
+            self._in_pieces = BlockGraphs(self._model, self._blocks, self._capture)
         return self._in_pieces
 
     @property
@@ -423,7 +412,4 @@ class GraphedPasses:
             self._start_pieces()
 
     def _start_pieces(self) -> None:
-        self._in_pieces = ModelGraphs(
-            self._model, self._parameters, self._device, self._capture,
-            is_16_bit=self._is_16_bit, compiles=self._compiles,
-        )  # fmt: skip
+        self._in_pieces = ModelGraphs(self._model, self._parameters, self._capture)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import describe_mode, may_record
 from rapidformer.accel.cuda_graph.block_graphs import hash_places
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.inputs import (
     Inputs,
     NotRepeatableError,
@@ -31,7 +32,6 @@ from rapidformer.accel.cuda_graph.inputs import (
 )
 from rapidformer.accel.cuda_graph.passes import Request, Snapshot, get_numbers
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
-from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.stacks import Recorded
 from rapidformer.accel.cuda_graph.widths import Widths
@@ -156,22 +156,19 @@ class ModelGraphs:
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        device: torch.device,
         capture: CudaCapture,
-        *,
-        is_16_bit: bool,
-        compiles: bool,
     ) -> None:
-        self.model, self.device, self.capture = model, device, capture
+        self.model, self.device, self.capture = model, capture.device, capture
         self._places = _Places(model)
         self.parameters: list[nn.Parameter] = []
         """The trainable ones."""
-        self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
         self._code = ReplayedCode((), model)
         self._described: Hashable = None
         """What the code depends on in this call."""
-        self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit, warns=False)
-        self._gradients = GradientMemory(device)
+        self._widths = Widths(
+            model, parameters, self.device, is_16_bit=capture.is_16_bit, warns=False
+        )
+        self._gradients = GradientMemory(self.device)
         self._recorded: dict[Hashable, Recorded] = {}
         self._unrounded: set[int] = set()
         """Hashes of keys whose sizes are not of the few that batches are rounded up to."""
@@ -358,10 +355,7 @@ class ModelGraphs:
 
     def record(self, passes: ModelPasses, before: Snapshot) -> Recorded:
         """Record passes; ``before`` is the state in which they begin."""
-        recorded = RecordedBlock(
-            passes, self.capture, self._gradients, before, rounding=self.rounding,
-            forbids_reads=not self._compiles,
-        )  # fmt: skip
+        recorded = RecordedBlock(passes, self.capture, self._gradients, before)
         recorded.record_backward()
         recorded.release()
         return recorded

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
+from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.accel.cuda_graph.comparing import check_replay
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
-from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import get_tables
 from rapidformer.compat.torch_tensors import copy_all, cut_like
@@ -153,13 +154,10 @@ class RecordedBlock:
         capture: CudaCapture,
         memory: GradientMemory,
         before: Snapshot,
-        *,
-        rounding: float,
-        forbids_reads: bool,
     ) -> None:
         """Record the forward pass; ``before`` is the state in which it begins."""
         self._chain, self._static, self._capture = chain, chain.static, capture
-        self._device, self._rounding, self._before = before.device, rounding, before
+        self._before = before
         self.parameters = chain.parameters
         if not all(parameter.numel() for parameter in chain.parameters):
             raise NotRepeatableError("a parameter is empty")
@@ -180,14 +178,14 @@ class RecordedBlock:
         self._replay_backward: Callable[[], None]
         with without_cast_cache():
             with self._static.shifted():
-                rehearsed = capture.warm_up(self._rehearse, forbids_reads=forbids_reads)
+                rehearsed = capture.warm_up(self._rehearse, forbids_reads=not capture.compiles)
             before.host_numbers.count_unused(0)
             before.restore()
             self.outputs, self._replay_forward = capture.record(self._run_forward)
             before.restore()
             with self._static.shifted():
                 self._replay_forward()
-                self._check(self.outputs, rehearsed[0], "outputs")
+                check_replay(self.outputs, rehearsed[0], "outputs", is_16_bit=capture.is_16_bit)
         before.restore()
         self._rehearsed: list[Tensor | None] = rehearsed[1]
 
@@ -255,20 +253,14 @@ class RecordedBlock:
                 self._before.restore()
                 self._replay_forward()
                 self._replay_backward()
-                self._check(self._list_gradients(), self._rehearsed, "gradients")
+                check_replay(
+                    self._list_gradients(),
+                    self._rehearsed,
+                    "gradients",
+                    is_16_bit=self._capture.is_16_bit,
+                )
         self._before.restore()
         self._rehearsed = []
-
-    def _check(
-        self, mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None], what: str
-    ) -> None:
-        is_exact = torch.are_deterministic_algorithms_enabled()
-        limit = 0.0 if is_exact else MARGIN * self._rounding
-        difference = max(measure_differences(mine, theirs), default=0.0)
-        if not difference <= limit:
-            raise NotRepeatableError(
-                f"a replay gave other {what} than running it (by {difference:.1e}, relative)"
-            )
 
     def release(self) -> None:
         """Let other recordings use the memory of what autograd saved."""
@@ -311,7 +303,7 @@ class RecordedBlock:
         self, call: Call, numbers: Tensor, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The same without a graph, from the random numbers that the call began with."""
-        creates_graph, now = torch.is_grad_enabled(), get_numbers(self._device)
+        creates_graph, now = torch.is_grad_enabled(), get_numbers(self._capture.device)
         aliases: dict[int, Tensor] = {}
 
         def alias(tensor: Tensor) -> Tensor:
@@ -320,13 +312,13 @@ class RecordedBlock:
                 return tensor
             return aliases.setdefault(id(tensor), tensor.view_as(tensor))
 
-        set_numbers(numbers, self._device)
+        set_numbers(numbers, self._capture.device)
         try:
             with torch.enable_grad():
                 args, kwargs = tree_map_only(Tensor, alias, (call.args, call.kwargs))
                 output = self._chain.run(*args, **kwargs)
         finally:
-            set_numbers(now, self._device)
+            set_numbers(now, self._capture.device)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         wanted = [*(aliases[id(tensor)] for tensor in call.trained), *self.parameters]
         pairs = zip(itertools.compress(tensors, self.is_trained), gradients, strict=True)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.chains import Chain, Notes
-from rapidformer.accel.cuda_graph.recorder import CudaCapture
 
 MOST_SIZES = 24
 """For how many sizes of a micro-batch a stack is recorded."""

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.cuda_graph.comparing import measure_differences
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
 from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
-from rapidformer.accel.cuda_graph.recorder import measure_differences
 from rapidformer.accel.cuda_graph.trial_modes import (
     FactorsForDropout,
     InBounds,
