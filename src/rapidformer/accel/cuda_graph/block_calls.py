@@ -108,6 +108,11 @@ class StaticCall:
             for tensor, value in values:
                 write(tensor, value)
 
+    @staticmethod
+    def read(call: BlockCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, to run it without a graph."""
+        return call.args, call.kwargs
+
     def fill(self, call: BlockCall) -> None:
         """Copy in the arguments of another call of the same form."""
         for static, value in zip(self._values, call.values, strict=True):

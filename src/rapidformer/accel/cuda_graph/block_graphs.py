@@ -1,9 +1,6 @@
-"""Replay a model's blocks, where the code around them must run in every step.
+"""Replay a model's blocks: their forward passes and their backward passes.
 
-A step that counts, prints or reads a value cannot be one graph. Its model's blocks can be: they get
-a graph of their forward pass and one of their backward pass, while the step, the rest of the model
-and the loss run as they are. To autograd, what is replayed is one operation. Blocks that pass their
-output straight to the next one are replayed together (``chains.py``).
+Blocks that pass their output straight to the next one are replayed together (``chains.py``).
 
 Calls are noted in one forward pass, recorded before the next, and replayed from then on, by stack
 of blocks (``stacks.py``). What a forward pass leaves for its backward pass lasts until that has
@@ -25,22 +22,20 @@ from torch import Tensor, nn
 from rapidformer.accel.cuda_graph.block_calls import (
     BlockCall,
     describe_mode,
-    may_record,
     read_call,
 )
 from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
-from rapidformer.accel.cuda_graph.chains import CallKey, Chain, Following, Notes, View, build_chains
+from rapidformer.accel.cuda_graph.chains import CallKey, Following, Notes, View, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import (
     HostNumbers,
-    Snapshot,
     count_unused_numbers,
     get_numbers,
     set_numbers,
 )
-from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
+from rapidformer.accel.cuda_graph.pieces import Pieces
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
-from rapidformer.accel.cuda_graph.stacks import Recorded, Stack, StackPass, build_stacks
+from rapidformer.accel.cuda_graph.stacks import Stack, StackPass, build_stacks
 from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_modules import (
@@ -101,25 +96,17 @@ class SkippedBlocksError(NotRepeatableError):
         )
 
 
-class BlockGraphs:
+class BlockGraphs(Pieces):
     """The graphs of all blocks of a model, in training."""
 
     most_chained: float = 2**31
     """In bytes of weights: the gradients of a chain lie in memory twice."""
-    learns = True
-    """Whether there are gradients."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[nn.Module],
-        capture: CudaCapture,
-    ) -> None:
-        self.blocks, self._device, self.capture = blocks, capture.device, capture
-        self._code = ReplayedCode((), nn.ModuleList(blocks))
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:
+        super().__init__(model, capture, ReplayedCode((), nn.ModuleList(blocks)))
+        self.blocks, self.description = blocks, f"the {len(blocks)} blocks"
         self._parameters = [parameter for block in blocks for parameter in block.parameters()]
-        self._gradients = GradientMemory(capture.device)
-        self._model, names = model, {module: name for name, module in model.named_modules()}
+        names = {module: name for name, module in model.named_modules()}
         self._names = [names[block] for block in blocks]
         self._ways = _list_ways(model, self._names)
         self._may_chain = self._find_whether_chained()
@@ -130,19 +117,13 @@ class BlockGraphs:
         """What blocks see in this call of the model; None: it cannot be replayed."""
         self._places: Hashable = None
         """Where the weights were when a pass began."""
-        self._number = 0
         self._block_set = set(blocks)
         self._host_numbers: HostNumbers
         """Those that the last pass began with."""
-        self._is_running = False
         self._following: Following | None = None
         self.calls: Counter[nn.Module] = Counter()
         self._calls_before: list[Any] = []
-        self.problem: str | None = None
-        """Why blocks are not replayed; None while they may be."""
-        effect = self._code.examination.effect
-        if effect is not None:
-            self.problem = str(effect)
+        if self.problem is not None:
             return
         round_rows(model)
         for block in blocks:
@@ -154,20 +135,20 @@ class BlockGraphs:
 
     def _find_whether_chained(self) -> bool:
         """Whether nothing but blocks touches hidden states: no pixels are added to some."""
-        find_text: Any = getattr(getattr(self._model, "config", None), "get_text_config", None)
-        is_text = find_text is not None and find_text() is self._model.config
+        find_text: Any = getattr(getattr(self.model, "config", None), "get_text_config", None)
+        is_text = find_text is not None and find_text() is self.model.config
         size = sum(parameter.nbytes for parameter in self._parameters)
         return (
             is_text
             and size <= self.most_chained
-            and all(runs_in_library_code(self._model, name) for name in self._names)
+            and all(runs_in_library_code(self.model, name) for name in self._names)
         )
 
     @property
     def _skips_by_chance(self) -> bool:
         """Whether the last pass may have skipped blocks (LayerDrop), and the next one others."""
         try:
-            self._host_numbers.count_unused(count_unused_numbers(self._model))
+            self._host_numbers.count_unused(count_unused_numbers(self.model))
         except NotRepeatableError:
             return True
         return False
@@ -177,14 +158,9 @@ class BlockGraphs:
         """For how many sizes blocks are replayed."""
         return max((stack.count for stack in self._all_stacks), default=0)
 
-    @property
-    def description(self) -> str:
-        """What is replayed."""
-        return f"the {len(self.blocks)} blocks"
-
     def close(self) -> None:
         """Let blocks run as they did before."""
-        self.give_up("the engine is closed")
+        super().close()
         for block, before in zip(self.blocks, self._calls_before, strict=False):
             set_compiled_call(block, before)
         self._calls_before = []
@@ -192,16 +168,13 @@ class BlockGraphs:
     @contextmanager
     def passing(self, *, begins: bool = True) -> Iterator[None]:
         """Inside, the forward pass of a micro-batch runs or goes on; a backward pass follows."""
-        if begins:
-            self.begin()
-        self._is_running = self.problem is None
         try:
-            yield
+            with super().passing(begins=begins):
+                yield
         except BaseException:
             self._following = None  # it says itself why the rest was not called
             raise
         finally:
-            self._is_running = False
             for stack in self._all_stacks:
                 stack.forget_tensors()
         self._check_all_called()
@@ -209,55 +182,35 @@ class BlockGraphs:
     def begin(self) -> None:
         """Record what the last pass has noted: another one begins."""
         self._check_all_called()
-        self._number += 1
+        super().begin()
         for stack in self._all_stacks:
             last = stack.end_pass()
             if last is not None and last.notes is not None and self.problem is None:
                 self._record(stack, last, last.notes)
-        self._host_numbers = HostNumbers(has_device=self._device.type != "cpu")
+        self._host_numbers = HostNumbers(has_device=self.device.type != "cpu")
         self.calls.clear()
-
-    def end(self) -> None:
-        """What the forward pass has left for its backward pass is gone."""
-        self._number += 1
 
     def _check_all_called(self) -> None:
         following, self._following = self._following, None
         if following is not None:
             raise SkippedBlocksError
 
-    def is_replayed(self, block: nn.Module) -> bool:
-        """Whether a block that is called now may be replayed."""
-        # A checkpoint runs the block once more, and wants the same tensors saved.
-        return self._is_running and may_record()
-
-    def record_all(
-        self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
-    ) -> Sequence[Recorded]:
-        """Record chains that follow each other; ``before`` is the state in which each begins."""
-        recorded = [RecordedBlock(chain, capture, self._gradients, before) for chain in chains]
-        for block in reversed(recorded):
-            block.record_backward()
-        for block in recorded:
-            block.release()
-        return recorded
-
     def _record(self, stack: Stack, last: StackPass, notes: Notes) -> None:
         """Record the calls that the last pass has noted."""
-        now = get_numbers(self._device)
-        before = Snapshot(self._code.examination.list_tensors(), self._device)
+        now = get_numbers(self.device)
+        before = self._code.take_snapshot(self.device)
         places = hash_places(self._parameters)  # what is recorded reads weights here
         calls = [call for call in notes.calls if call.key.view.places == places]
         may_chain = self._may_chain and not self._skips_by_chance
         chains = build_chains(calls, are_linked=may_chain)
         last.notes = None
         try:
-            last.keep(chains, self.record_all(chains, stack.capture, before))
+            last.keep(chains, self.record(chains, stack.capture, before))
         except Exception as error:
             # Whatever it is, the blocks themselves run next: if they fail, too, the user sees that.
             self.give_up(describe_error(error))
             before.restore()
-        set_numbers(now, self._device)
+        set_numbers(now, self.device)
 
     def call(
         self, block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -268,7 +221,7 @@ class BlockGraphs:
         call = read_call(args, kwargs)
         following, self._following = self._following, None
         if following is not None and (call is None or not following.expects(block, call)):
-            args, kwargs = following.recover(args, kwargs, self._device)
+            args, kwargs = following.recover(args, kwargs, self.device)
             return run(*args, **kwargs)
         if following is not None:
             self._following = following.step()
@@ -301,8 +254,8 @@ class BlockGraphs:
             return run(*args, **kwargs)
         chain, recorded, may_go_back = found
         self._code.note_replay()
-        number, numbers = self._number, get_numbers(self._device)
-        output = recorded.replay(call, numbers, lambda: number == self._number and may_go_back())
+        numbers = get_numbers(self.device)
+        output = self.replay(recorded, call, numbers, may_go_back)
         if self._view.kept:
             run_forward_hooks(block, args, output)
         self._following = Following.start(chain, call, output, numbers)
@@ -316,7 +269,7 @@ class BlockGraphs:
         is_whole = all(getattr(above, name) is below for above, name, below in self._ways)
         # Otherwise, something stands in a block's place.
         kept = self._code.find_kept(self._block_set) if is_whole else None
-        self._view = None if kept is None else View(code, places, describe_mode(self._device), kept)
+        self._view = None if kept is None else View(code, places, describe_mode(self.device), kept)
 
     def _choose(self, stack: Stack, call: BlockCall, view: View) -> StackPass:
         """The recordings of a stack for this pass, by its first block."""
@@ -325,7 +278,7 @@ class BlockGraphs:
             self._places = view.places
         # The first pass may still set things up.
         return stack.choose(
-            (call.form, view), self._device, is_rounded=call.is_rounded,
+            (call.form, view), self.device, is_rounded=call.is_rounded,
             may_record=self._number > 1,
         )  # fmt: skip
 
@@ -335,6 +288,5 @@ class BlockGraphs:
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""
-        self.problem = self.problem or problem
-        self._is_running = False
+        super().give_up(problem)
         self._forget_recordings()

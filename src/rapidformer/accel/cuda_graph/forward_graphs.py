@@ -18,13 +18,12 @@ from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.capture import CudaCapture
-from rapidformer.accel.cuda_graph.chains import Chain
 from rapidformer.accel.cuda_graph.comparing import check_replay
 from rapidformer.accel.cuda_graph.inputs import Inputs, read_inputs
-from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, ModelPasses
+from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.accel.cuda_graph.passes import Snapshot
-from rapidformer.accel.cuda_graph.recorded_block import Recordable
-from rapidformer.accel.cuda_graph.stacks import Recorded
+from rapidformer.accel.cuda_graph.pieces import Pieces
+from rapidformer.accel.cuda_graph.recorded_block import Recordable, Recorded
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.unpadding import is_library_code
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
@@ -48,78 +47,39 @@ def apply(assembly: Assembly) -> str | None:
     return "the model or its blocks are replayed as CUDA graphs"
 
 
-class ForwardModel(ModelGraphs):
-    """The graphs of a model's forward pass, in evaluation, or else those of its blocks."""
+class _Evaluated(Pieces):
+    """Nothing learns, and calls that do are not replayed."""
 
-    most_weights, most_sizes = math.inf, 32
+    learns = False
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:
-        super().__init__(model, (), capture)
-        self._blocks = blocks
-        self.of_blocks: ForwardGraphs | None = None
-        """What replays the blocks, if the model is not."""
-        if self.problem is not None:
-            self._replay_blocks()
-
-    def is_replayed(self) -> bool:
-        """Whether the model may be replayed if it is called now."""
-        is_learning = torch.is_grad_enabled() or self.model.training
-        return self.problem is None and not is_learning
-
-    def begin_call(self) -> None:
-        """Each call is a pass of its own."""
-        self.begin()
-
-    def read(self, kwargs: dict[str, Any]) -> Inputs | None:
-        """The inputs of a call; code of the user's own may return something of their width."""
-        return read_inputs(self.model, kwargs, widens=is_library_code(self.model))
-
-    def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
-        """It was found out that more padding changes nothing, or it would not be added."""
+    def is_replayed(self, called: nn.Module) -> bool:
+        """Whether the model, or a block of it, may be replayed if it is called now."""
+        if self.problem is not None or torch.is_grad_enabled() or called.training:
+            return False
+        if self.is_first(called):
+            self.begin()
         return True
 
-    def record(self, passes: ModelPasses, before: Snapshot) -> Recorded:
-        """Record the forward pass."""
+    def is_first(self, called: nn.Module) -> bool:
+        """Whether a forward pass begins with this call."""
+        return True
+
+    def record(
+        self, parts: Sequence[Recordable], capture: CudaCapture, before: Snapshot
+    ) -> Sequence[Recorded]:
+        """Record forward passes that follow each other."""
         with without_cast_cache():
-            return _Forward(passes, self.capture, before)
-
-    def give_up(self, problem: str) -> None:
-        """Replay blocks from now on."""
-        super().give_up(problem)
-        get_logger().debug("the model is not replayed as a CUDA graph: %s", problem)
-        self._replay_blocks()
-
-    def _replay_blocks(self) -> None:
-        self.of_blocks = ForwardGraphs(self.model, self._blocks, self.capture)
-
-    def close(self) -> None:
-        """Let the model run as it did before."""
-        super().close()
-        if self.of_blocks is not None:
-            self.of_blocks.close()
-        self.capture.close()
+            return [_Forward(part, capture, before) for part in parts]
 
 
-class ForwardGraphs(BlockGraphs):
+class ForwardGraphs(_Evaluated, BlockGraphs):
     """The graphs of all blocks of a model, in evaluation. A pass begins with the first block."""
 
     most_chained = math.inf
-    learns = False
 
-    def is_replayed(self, block: nn.Module) -> bool:
-        """Whether a block that is called now may be replayed."""
-        if torch.is_grad_enabled() or block.training:
-            return False
-        if block is self.blocks[0] or self.calls[block]:
-            self.begin()
-        return self.problem is None
-
-    def record_all(
-        self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
-    ) -> Sequence[_Forward]:
-        """Record chains that follow each other."""
-        with without_cast_cache():
-            return [_Forward(chain, capture, before) for chain in chains]
+    def is_first(self, called: nn.Module) -> bool:
+        """Whether a forward pass begins with this call."""
+        return called is self.blocks[0] or bool(self.calls[called])
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""
@@ -131,6 +91,36 @@ class ForwardGraphs(BlockGraphs):
         """Let blocks run as they did before."""
         self.problem = self.problem or "the engine is closed"
         super().close()
+
+
+class ForwardModel(_Evaluated, ModelGraphs):
+    """The graphs of a model's forward pass, in evaluation, or else those of its blocks."""
+
+    most_weights, most_sizes = math.inf, 32
+    of_blocks_kind = ForwardGraphs
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:
+        super().__init__(model, (), blocks, capture)
+        self.choose()
+
+    def read(self, kwargs: dict[str, Any]) -> Inputs | None:
+        """The inputs of a call; code of the user's own may return something of their width."""
+        return read_inputs(self.model, kwargs, widens=is_library_code(self.model))
+
+    def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
+        """It was found out that more padding changes nothing, or it would not be added."""
+        return True
+
+    def give_up(self, problem: str) -> None:
+        """Replay blocks from now on."""
+        super().give_up(problem)
+        get_logger().debug("the model is not replayed as a CUDA graph: %s", problem)
+        self.choose()
+
+    def close(self) -> None:
+        """Let the model run as it did before."""
+        super().close()
+        self.capture.close()
 
 
 class _Forward:

@@ -12,6 +12,7 @@ something was recorded nor on where a run was resumed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
-from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
+from rapidformer.accel.cuda_graph.block_graphs import hash_places
 from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
@@ -34,6 +35,7 @@ from rapidformer.accel.cuda_graph.passes import (
     Snapshot,
     count_unused_numbers,
 )
+from rapidformer.accel.cuda_graph.pieces import Pieces
 from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.stacks import pays
@@ -109,7 +111,7 @@ class GraphedPasses:
         """Why no step is replayed any more; None while it may be."""
         self._has_ended = False
         """Whether every rank knows that none is."""
-        self._in_pieces: ModelGraphs | BlockGraphs | None = None
+        self._pieces: ModelGraphs | None = None
 
     @property
     def count(self) -> int:
@@ -118,12 +120,9 @@ class GraphedPasses:
         return len(self._graphs) if is_proven else 0
 
     @property
-    def in_pieces(self) -> ModelGraphs | BlockGraphs | None:
+    def in_pieces(self) -> Pieces | None:
         """Replays the model's passes, or else its blocks, if whole steps cannot be replayed."""
-        pieces = self._in_pieces
-        if self._blocks and isinstance(pieces, ModelGraphs) and pieces.problem is not None:
-            self._in_pieces = BlockGraphs(self._model, self._blocks, self._capture)
-        return self._in_pieces
+        return None if self._pieces is None else self._pieces.choose()
 
     @property
     def obstacle(self) -> str | None:
@@ -157,7 +156,7 @@ class GraphedPasses:
             self.placed.use()
         return outcome
 
-    def keep_to_pieces(self, problem: str) -> ModelGraphs | BlockGraphs | None:
+    def keep_to_pieces(self, problem: str) -> Pieces | None:
         """Stop replaying whole steps; returns what replays their parts, or None."""
         if self.problem is None and self._blocks:
             self.problem = problem
@@ -167,9 +166,8 @@ class GraphedPasses:
 
     def give_up_pieces(self, problem: str) -> None:
         """Stop replaying parts of steps, too."""
-        if self._in_pieces is not None:
-            self._blocks = ()
-            self._in_pieces.give_up(problem)
+        if self._pieces is not None:
+            self._pieces.stop(problem)
 
     def _stop_whole_steps(self) -> None:
         self._drop()
@@ -259,8 +257,8 @@ class GraphedPasses:
         self._drop()
         if self._exchange is not None:
             self._exchange.close_places()
-        if self._in_pieces is not None:
-            self._in_pieces.close()
+        if self._pieces is not None:
+            self._pieces.close()
         self._capture.close()
 
     def _drop(self) -> None:
@@ -271,10 +269,7 @@ class GraphedPasses:
         self, request: Request, inputs: list[Inputs | None], least: Sizes
     ) -> list[Inputs | None]:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
-
-        def take_snapshot() -> Snapshot:
-            return Snapshot(self._code.examination.list_tensors(), self._device)
-
+        take_snapshot = functools.partial(self._code.take_snapshot, self._device)
         inputs = [
             item
             if item is not None and item.sizes == least
@@ -359,7 +354,7 @@ class GraphedPasses:
 
     def _try(self, work: Callable[[Snapshot], Outcome]) -> Outcome | None:
         """The result of ``work``; if it fails, None, with the state from before."""
-        before = Snapshot(self._code.examination.list_tensors(), self._device)
+        before = self._code.take_snapshot(self._device)
         try:
             outcome = work(before)
             if self.placed is not None and self.placed.have_gradients:
@@ -412,4 +407,4 @@ class GraphedPasses:
             self._start_pieces()
 
     def _start_pieces(self) -> None:
-        self._in_pieces = ModelGraphs(self._model, self._parameters, self._capture)
+        self._pieces = ModelGraphs(self._model, self._parameters, self._blocks, self._capture)

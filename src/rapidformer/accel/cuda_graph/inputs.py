@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -68,6 +68,8 @@ class Inputs:
     """What its tensors were padded to; none if they keep their widths."""
     fixed: FixedRows | None
     key: Hashable
+    trained: ClassVar[Sequence[Tensor]] = ()
+    """Those of its tensors that need a gradient."""
 
     @property
     def is_rounded(self) -> bool:
@@ -261,7 +263,11 @@ class PackedTensors:
 class StaticInputs:
     """A batch whose tensors keep their addresses."""
 
+    args: tuple[Any, ...] = ()
+    trained: Sequence[Tensor] = ()
+
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
+        self.device = device
         self._packed = PackedTensors(inputs.list_arrays(), device)
         self._others = {name: t.to(device, copy=True) for name, t in inputs.others.items()}
         tensors = {**dict(zip(inputs.arrays, self._packed.tensors, strict=False)), **self._others}
@@ -296,6 +302,16 @@ class StaticInputs:
         finally:
             for tensor, value in values:
                 tensor.data.copy_(value)
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The batch as the arguments of a model."""
+        batch: dict[str, Any] = self.batch
+        return batch
+
+    def read(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of another batch, to run it without a graph."""
+        return (), StaticInputs(inputs, self.device).kwargs
 
     def fill(self, inputs: Inputs) -> None:
         """Copy in a batch with the same key."""

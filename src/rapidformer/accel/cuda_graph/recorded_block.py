@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,33 +64,13 @@ class _Layout:
         return [parts[dtype][number] for dtype, number in self._places]
 
 
-class Call(Protocol):
-    """A call with arguments of its own."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-    @property
-    def kwargs(self) -> dict[str, Any]: ...
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """Those of its arguments that need a gradient."""
-
-
-class Static(Call, Protocol):
-    """One whose tensors keep their addresses."""
-
-    def shifted(self) -> AbstractContextManager[None]:
-        """Inside, they have other values: a replay must see that."""
-
-    def fill(self, call: Any) -> None:
-        """Copy in the arguments of another call of the same form."""
-
-
 class Recordable(Protocol):
     """Something to record: a chain of blocks, or a model."""
 
     @property
-    def static(self) -> Static: ...
+    def static(self) -> Any:
+        """Its arguments at fixed places: ``StaticCall`` or ``StaticInputs``."""
+
     @property
     def parameters(self) -> Sequence[nn.Parameter]: ...
     @property
@@ -98,6 +78,16 @@ class Recordable(Protocol):
         """Whose parameters these are."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+class Recorded(Protocol):
+    """The graphs of one."""
+
+    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+        """The output of this call, which begins with these random numbers.
+
+        ``is_current`` says whether its forward pass is still the last one.
+        """
 
 
 class _StandIns:
@@ -266,7 +256,7 @@ class RecordedBlock:
         """Let other recordings use the memory of what autograd saved."""
         self._live = []
 
-    def replay(self, call: Call, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
         """The output of this call, which begins with these random numbers."""
         self._static.fill(call)
         again = functools.partial(self._run_again, call, numbers)
@@ -300,7 +290,7 @@ class RecordedBlock:
         return found + [copy if has_gradient else None for copy, has_gradient in pairs]
 
     def _run_again(
-        self, call: Call, numbers: Tensor, gradients: Sequence[Tensor | None]
+        self, call: Any, numbers: Tensor, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The same without a graph, from the random numbers that the call began with."""
         creates_graph, now = torch.is_grad_enabled(), get_numbers(self._capture.device)
@@ -315,7 +305,7 @@ class RecordedBlock:
         set_numbers(numbers, self._capture.device)
         try:
             with torch.enable_grad():
-                args, kwargs = tree_map_only(Tensor, alias, (call.args, call.kwargs))
+                args, kwargs = tree_map_only(Tensor, alias, self._static.read(call))
                 output = self._chain.run(*args, **kwargs)
         finally:
             set_numbers(now, self._capture.device)

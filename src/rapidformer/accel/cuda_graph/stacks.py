@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.chains import Chain, Notes
+from rapidformer.accel.cuda_graph.recorded_block import Recorded
 
 MOST_SIZES = 24
 """For how many sizes of a micro-batch a stack is recorded."""
@@ -30,16 +30,6 @@ that were not rounded come back rarely, and a recording takes as long as so many
 def pays(sizes: int, replays: int) -> bool:
     """Whether another size that was not rounded may be recorded after so many."""
     return sizes < _FREE + replays // _REPLAYS
-
-
-class Recorded(Protocol):
-    """The graphs of a chain of blocks, or of a model."""
-
-    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
-        """The output of this call, which begins with these random numbers.
-
-        ``is_current`` says whether its forward pass is still the last one.
-        """
 
 
 class StackPass:
