@@ -90,7 +90,7 @@ class StaticCall:
                 known[id(value)] = value, static
             return known[id(value)][1]
 
-        self.args, self.kwargs = tree_map_only((Tensor, RowMask), fix, (call.args, call.kwargs))
+        self.arguments = tree_map_only((Tensor, RowMask), fix, (call.args, call.kwargs))
         self._values = [fix(value) for value in call.values]
         self.trained = [
             each for each in self._values if isinstance(each, Tensor) and each.requires_grad

@@ -6,27 +6,23 @@ number of tokens is rounded up, and a few graphs serve all batches.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.capture import CudaCapture
-from rapidformer.accel.cuda_graph.comparing import check_replay
 from rapidformer.accel.cuda_graph.inputs import Inputs, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.pieces import Pieces
-from rapidformer.accel.cuda_graph.recorded_block import Recordable, Recorded
+from rapidformer.accel.cuda_graph.recorded_block import Recordable, RecordedForward
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.unpadding import is_library_code
-from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.log import get_logger, say_once
 
 
@@ -66,10 +62,9 @@ class _Evaluated(Pieces):
 
     def record(
         self, parts: Sequence[Recordable], capture: CudaCapture, before: Snapshot
-    ) -> Sequence[Recorded]:
+    ) -> Sequence[RecordedForward]:
         """Record forward passes that follow each other."""
-        with without_cast_cache():
-            return [_Forward(part, capture, before) for part in parts]
+        return [RecordedForward(part, capture, before) for part in parts]
 
 
 class ForwardGraphs(_Evaluated, BlockGraphs):
@@ -121,26 +116,3 @@ class ForwardModel(_Evaluated, ModelGraphs):
         """Let the model run as it did before."""
         super().close()
         self.capture.close()
-
-
-class _Forward:
-    """The forward pass of a chain of blocks, or of a model, as a graph."""
-
-    def __init__(self, chain: Recordable, capture: CudaCapture, before: Snapshot) -> None:
-        self._static = chain.static
-        run = functools.partial(chain.run, *self._static.args, **self._static.kwargs)
-        with self._static.shifted():
-            expected = capture.warm_up(run, forbids_reads=True)
-        before.host_numbers.count_unused(0)
-        self._output, self._replay = capture.record(run)
-        with self._static.shifted():
-            self._replay()
-        mine, theirs = ([x for x in tree_leaves(o) if isinstance(x, Tensor)] for o in
-                        (self._output, expected))  # fmt: skip
-        check_replay(mine, theirs, "outputs", is_16_bit=capture.is_16_bit)
-
-    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
-        """The output of this call."""
-        self._static.fill(call)
-        self._replay()
-        return tree_map_only(Tensor, torch.clone, self._output)

@@ -263,7 +263,6 @@ class PackedTensors:
 class StaticInputs:
     """A batch whose tensors keep their addresses."""
 
-    args: tuple[Any, ...] = ()
     trained: Sequence[Tensor] = ()
 
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
@@ -304,14 +303,13 @@ class StaticInputs:
                 tensor.data.copy_(value)
 
     @property
-    def kwargs(self) -> dict[str, Any]:
-        """The batch as the arguments of a model."""
-        batch: dict[str, Any] = self.batch
-        return batch
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The batch as a model's arguments."""
+        return (), self.batch
 
     def read(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of another batch, to run it without a graph."""
-        return (), StaticInputs(inputs, self.device).kwargs
+        return StaticInputs(inputs, self.device).arguments
 
     def fill(self, inputs: Inputs) -> None:
         """Copy in a batch with the same key."""

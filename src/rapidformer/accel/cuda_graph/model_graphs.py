@@ -28,7 +28,7 @@ from rapidformer.accel.cuda_graph.inputs import (
 )
 from rapidformer.accel.cuda_graph.passes import Request, get_numbers
 from rapidformer.accel.cuda_graph.pieces import Pieces, surround
-from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, Recorded
+from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedForward
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.unpad.calls import note_mode
@@ -107,7 +107,7 @@ class ModelGraphs(Pieces):
         self._widths = Widths(
             model, parameters, self.device, is_16_bit=capture.is_16_bit, warns=False
         )
-        self._recorded: dict[Hashable, Recorded] = {}
+        self._recorded: dict[Hashable, RecordedForward] = {}
         self._unrounded: set[int] = set()
         """Hashes of keys whose sizes are not of the few that batches are rounded up to."""
         self._has_run = self._is_known = False
@@ -222,7 +222,7 @@ class ModelGraphs(Pieces):
             return self._run(**inputs.batch)
         before = self._code.take_snapshot(self.device)
         try:
-            return _run_checked(self._run, StaticInputs(inputs, self.device).kwargs)
+            return _run_checked(self._run, StaticInputs(inputs, self.device).batch)
         except NotRepeatableError:
             before.restore()
             raise
@@ -270,7 +270,7 @@ class ModelGraphs(Pieces):
         numbers = get_numbers(self.device)
         return self.replay(self._recorded[key], inputs, numbers, lambda: True)
 
-    def _record(self, inputs: Inputs) -> Recorded:
+    def _record(self, inputs: Inputs) -> RecordedForward:
         static, before = StaticInputs(inputs, self.device), self._code.take_snapshot(self.device)
         passes = ModelPasses(self.model, self._run, static, self.parameters)
         try:

@@ -22,8 +22,8 @@ from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorded_block import (
     GradientMemory,
     Recordable,
-    Recorded,
     RecordedBlock,
+    RecordedForward,
 )
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.overlay import extend
@@ -79,7 +79,7 @@ class Pieces:
 
     def record(
         self, parts: Sequence[Recordable], capture: CudaCapture, before: Snapshot
-    ) -> Sequence[Recorded]:
+    ) -> Sequence[RecordedForward]:
         """Record parts that follow each other; ``before`` is the state in which each begins."""
         recorded = [RecordedBlock(part, capture, self._gradients, before) for part in parts]
         for each in reversed(recorded):
@@ -89,7 +89,7 @@ class Pieces:
         return recorded
 
     def replay(
-        self, recorded: Recorded, call: Any, numbers: Tensor, may_go_back: Callable[[], bool]
+        self, recorded: RecordedForward, call: Any, numbers: Tensor, may_go_back: Callable[[], bool]
     ) -> Any:
         """The output of a call that begins with these random numbers."""
         number = self._number

@@ -80,16 +80,6 @@ class Recordable(Protocol):
     def run(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class Recorded(Protocol):
-    """The graphs of one."""
-
-    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
-        """The output of this call, which begins with these random numbers.
-
-        ``is_current`` says whether its forward pass is still the last one.
-        """
-
-
 class _StandIns:
     """Parameters that take the place of the real ones in recordings, with the same memory.
 
@@ -135,28 +125,65 @@ class _Slot:
     number: int
 
 
-class RecordedBlock:
-    """The forward and backward pass of a chain of blocks as graphs."""
+class RecordedForward:
+    """The forward pass of a chain of blocks, or of a model, as a graph."""
+
+    def __init__(self, part: Recordable, capture: CudaCapture, before: Snapshot) -> None:
+        """Record it; ``before`` is the state in which it begins."""
+        self._part, self._static, self._capture = part, part.static, capture
+        self._before = before
+        self._form: Any = None
+        with without_cast_cache():
+            with self._static.shifted():
+                expected = capture.warm_up(self._rehearse, forbids_reads=not capture.compiles)
+            before.host_numbers.count_unused(0)
+            before.restore()
+            self.outputs, self._replay_forward = capture.record(self._run_forward)
+            before.restore()
+            with self._static.shifted():
+                self._replay_forward()
+                check_replay(self.outputs, expected, "outputs", is_16_bit=capture.is_16_bit)
+        before.restore()
+
+    def _rehearse(self) -> list[Tensor]:
+        """Everything that will be recorded, without a graph; returns the outputs."""
+        return self._run_forward()
+
+    def _run_forward(self) -> list[Tensor]:
+        args, kwargs = self._static.arguments
+        output, numbers = self._part.run(*args, **kwargs), itertools.count()
+        self._form = tree_map_only(Tensor, lambda _: _Slot(next(numbers)), output)
+        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+        """The output of this call, which begins with these random numbers.
+
+        ``is_current`` says whether its forward pass is still the last one.
+        """
+        self._static.fill(call)
+        self._replay_forward()
+        # Copies, which the next replay does not overwrite.
+        return self._fill_form([output.clone() for output in self.outputs])
+
+    def _fill_form(self, values: Sequence[Tensor]) -> Any:
+        return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
+
+
+class RecordedBlock(RecordedForward):
+    """The forward and backward pass of a chain of blocks, or of a model, as graphs."""
 
     def __init__(
-        self,
-        chain: Recordable,
-        capture: CudaCapture,
-        memory: GradientMemory,
-        before: Snapshot,
+        self, part: Recordable, capture: CudaCapture, memory: GradientMemory, before: Snapshot
     ) -> None:
         """Record the forward pass; ``before`` is the state in which it begins."""
-        self._chain, self._static, self._capture = chain, chain.static, capture
-        self._before = before
-        self.parameters = chain.parameters
-        if not all(parameter.numel() for parameter in chain.parameters):
+        self.parameters = part.parameters
+        if not all(parameter.numel() for parameter in part.parameters):
             raise NotRepeatableError("a parameter is empty")
-        self._stand_ins = _StandIns(chain.modules, chain.parameters)
-        self._layout = _Layout(chain.parameters)
+        self._stand_ins = _StandIns(part.modules, part.parameters)
+        self._layout = _Layout(part.parameters)
         self._memory = memory.reserve(self._layout)
         self._live: list[Tensor] = []
         """The output tensors with what autograd saved for them, until they are released."""
-        self._form: Any = None
         self.is_trained: list[bool] = []
         """Which outputs have a gradient."""
         self._gradients: list[Tensor] = []
@@ -165,27 +192,15 @@ class RecordedBlock:
         self._has_gradient: list[bool] = []
         self._reached: list[list[bool]] = []
         """For each output with a gradient: which inputs and parameters it depends on."""
+        self._rehearsed: list[Tensor | None] = []
+        """The gradients of inputs and parameters, until they are compared."""
         self._replay_backward: Callable[[], None]
-        with without_cast_cache():
-            with self._static.shifted():
-                rehearsed = capture.warm_up(self._rehearse, forbids_reads=not capture.compiles)
-            before.host_numbers.count_unused(0)
-            before.restore()
-            self.outputs, self._replay_forward = capture.record(self._run_forward)
-            before.restore()
-            with self._static.shifted():
-                self._replay_forward()
-                check_replay(self.outputs, rehearsed[0], "outputs", is_16_bit=capture.is_16_bit)
-        before.restore()
-        self._rehearsed: list[Tensor | None] = rehearsed[1]
+        super().__init__(part, capture, before)
 
     def _run_forward(self) -> list[Tensor]:
         with self._stand_ins.in_place():
-            output = self._chain.run(*self._static.args, **self._static.kwargs)
-        self._live = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._live = super()._run_forward()
         self.is_trained = [tensor.requires_grad for tensor in self._live]
-        numbers = itertools.count()
-        self._form = tree_map_only(Tensor, lambda _: _Slot(next(numbers)), output)
         return [tensor.detach() for tensor in self._live]
 
     def _run_backward(self) -> list[Tensor]:
@@ -208,7 +223,7 @@ class RecordedBlock:
         )  # fmt: skip
         return list(found)
 
-    def _rehearse(self) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _rehearse(self) -> list[Tensor]:
         """Both passes without a graph."""
         outputs = self._run_forward()
         self._gradients = [torch.randn_like(each) for each in self._live if each.requires_grad]
@@ -220,7 +235,8 @@ class RecordedBlock:
             [gradient is not None for gradient in self._differentiate(number)]
             for number in range(count if count > 1 else 0)
         ]
-        return outputs, self._differentiate()
+        self._rehearsed = self._differentiate()
+        return outputs
 
     def _check_reached(self) -> None:
         """Raises if modules keep a parameter elsewhere, too: its gradient would be missing."""
@@ -262,7 +278,7 @@ class RecordedBlock:
         again = functools.partial(self._run_again, call, numbers)
         self._replay_forward()
         values = _Replay.apply(self, again, is_current, *call.trained, *self.parameters)
-        return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
+        return self._fill_form(values)
 
     def go_back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of inputs and parameters from those of outputs; None: one is not used."""
@@ -306,7 +322,7 @@ class RecordedBlock:
         try:
             with torch.enable_grad():
                 args, kwargs = tree_map_only(Tensor, alias, self._static.read(call))
-                output = self._chain.run(*args, **kwargs)
+                output = self._part.run(*args, **kwargs)
         finally:
             set_numbers(now, self._capture.device)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -17,7 +17,7 @@ from torch import nn
 
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.chains import Chain, Notes
-from rapidformer.accel.cuda_graph.recorded_block import Recorded
+from rapidformer.accel.cuda_graph.recorded_block import RecordedForward
 
 MOST_SIZES = 24
 """For how many sizes of a micro-batch a stack is recorded."""
@@ -38,7 +38,7 @@ class StackPass:
     def __init__(self, notes: Notes | None) -> None:
         self.notes = notes
         """The calls of this pass, if they will be recorded after it."""
-        self._chains: dict[Hashable, tuple[int, Chain, Recorded]] = {}
+        self._chains: dict[Hashable, tuple[int, Chain, RecordedForward]] = {}
         """By the first call of each: its place among them."""
         self._reached = -1
         """The place of the graph that was replayed last: backward passes come in reverse."""
@@ -48,7 +48,7 @@ class StackPass:
         """Whether anything of it can be replayed."""
         return bool(self._chains)
 
-    def keep(self, chains: Sequence[Chain], recorded: Sequence[Recorded]) -> None:
+    def keep(self, chains: Sequence[Chain], recorded: Sequence[RecordedForward]) -> None:
         """Note what was recorded of it."""
         self.notes = None
         pairs = enumerate(zip(chains, recorded, strict=True))
@@ -59,7 +59,7 @@ class StackPass:
         self._reached = -1
         return self
 
-    def find(self, key: Hashable) -> tuple[Chain, Recorded, Callable[[], bool]] | None:
+    def find(self, key: Hashable) -> tuple[Chain, RecordedForward, Callable[[], bool]] | None:
         """What replays this call, and whether its backward pass may be; None: the block runs."""
         if key not in self._chains:
             return None
