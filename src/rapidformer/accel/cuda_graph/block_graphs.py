@@ -14,7 +14,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,17 +118,19 @@ class BlockGraphs(Pieces):
         self._places: Hashable = None
         """Where the weights were when a pass began."""
         self._block_set = set(blocks)
+        self._notes = Notes(self.device)
+        """The calls of this pass that will be recorded after it."""
         self._host_numbers: HostNumbers
         """Those that the last pass began with."""
         self._following: Following | None = None
         self.calls: Counter[nn.Module] = Counter()
-        self._calls_before: list[Any] = []
+        self._undo = ExitStack()
         if self.problem is not None:
             return
         round_rows(model)
         for block in blocks:
             before = get_compiled_call(block)
-            self._calls_before.append(before)
+            self._undo.callback(set_compiled_call, block, before)
             run = before if before is not None else functools.partial(call_plainly, block)
             call = functools.partial(_call_block, weakref.ref(self), block, run)
             set_compiled_call(block, call)
@@ -161,9 +163,7 @@ class BlockGraphs(Pieces):
     def close(self) -> None:
         """Let blocks run as they did before."""
         super().close()
-        for block, before in zip(self.blocks, self._calls_before, strict=False):
-            set_compiled_call(block, before)
-        self._calls_before = []
+        self._undo.close()
 
     @contextmanager
     def passing(self, *, begins: bool = True) -> Iterator[None]:
@@ -175,8 +175,7 @@ class BlockGraphs(Pieces):
             self._following = None  # it says itself why the rest was not called
             raise
         finally:
-            for stack in self._all_stacks:
-                stack.forget_tensors()
+            self._notes.forget_tensors()
         self._check_all_called()
 
     def begin(self) -> None:
@@ -184,9 +183,10 @@ class BlockGraphs(Pieces):
         self._check_all_called()
         super().begin()
         for stack in self._all_stacks:
-            last = stack.end_pass()
-            if last is not None and last.notes is not None and self.problem is None:
-                self._record(stack, last, last.notes)
+            last, stack.current = stack.current, None
+            if last is not None and last.is_noted and self.problem is None:
+                self._record(stack, last)
+        self._notes = Notes(self.device)
         self._host_numbers = HostNumbers(has_device=self.device.type != "cpu")
         self.calls.clear()
 
@@ -195,15 +195,15 @@ class BlockGraphs(Pieces):
         if following is not None:
             raise SkippedBlocksError
 
-    def _record(self, stack: Stack, last: StackPass, notes: Notes) -> None:
+    def _record(self, stack: Stack, last: StackPass) -> None:
         """Record the calls that the last pass has noted."""
         now = get_numbers(self.device)
         before = self._code.take_snapshot(self.device)
         places = hash_places(self._parameters)  # what is recorded reads weights here
-        calls = [call for call in notes.calls if call.key.view.places == places]
+        noted = (call for call in self._notes.calls if self._stacks[call.key.block] is stack)
+        calls = [call for call in noted if call.key.view.places == places]
         may_chain = self._may_chain and not self._skips_by_chance
         chains = build_chains(calls, are_linked=may_chain)
-        last.notes = None
         try:
             last.keep(chains, self.record(chains, stack.capture, before))
         except Exception as error:
@@ -240,15 +240,11 @@ class BlockGraphs(Pieces):
         if stack.current is None:
             stack.current = self._choose(stack, call, self._view)
         current = stack.current
-        for other in self._all_stacks:
-            if other is not stack:
-                other.end_chain()
         self.calls[block] += 1
         key = CallKey(block, self.calls[block], call.form, self._view)
-        if current.notes is not None:
-            if self.calls[block] > _MOST_CALLS:
-                return run(*args, **kwargs)
-            return current.notes.run(key, run, call, is_linked=not self._view.kept)
+        if current.is_noted and self.calls[block] <= _MOST_CALLS:
+            return self._notes.run(key, run, call, is_linked=not self._view.kept)
+        self._notes.end_chain()
         found = current.find(key)
         if found is None:
             return run(*args, **kwargs)
@@ -278,8 +274,7 @@ class BlockGraphs(Pieces):
             self._places = view.places
         # The first pass may still set things up.
         return stack.choose(
-            (call.form, view), self.device, is_rounded=call.is_rounded,
-            may_record=self._number > 1,
+            (call.form, view), is_rounded=call.is_rounded, may_record=self._number > 1
         )  # fmt: skip
 
     def _forget_recordings(self) -> None:

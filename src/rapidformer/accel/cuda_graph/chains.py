@@ -110,7 +110,7 @@ class Notes:
         """Something else runs before the next call."""
         self._previous = None
 
-    def forget(self) -> None:
+    def forget_tensors(self) -> None:
         """Let go of the tensors of this pass."""
         self._statics, self._values, self._previous = {}, [], None
 

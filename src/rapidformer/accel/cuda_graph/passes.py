@@ -191,14 +191,11 @@ class Passes:
 
     def rehearse(self) -> Outcome:
         """Everything that ``run`` does on the device, once; no weight changes."""
-        outcome = self.run_passes()
-        graphed = self._request.graphed_update
+        outcome, graphed = self.run_passes(), self._request.graphed_update
         if graphed is not None:
             assert outcome.gradients is not None
             self._launch = graphed.find_launch(self._parameters, outcome.gradients)
-            with graphed.without_effect():
-                self._finish(outcome)
-        elif self._request.exchange is not None:
+        with self.without_effect():
             self._finish(outcome)
         return outcome
 

@@ -77,28 +77,25 @@ class Recorder:
         # The next batch of this size may be far away, and would then wait for a comparison.
         with passes.shifted():
             before.restore()
-            expected = self._capture.warm_up(passes.run_passes, forbids_reads=False)
-            before.restore()
-            self._check_replay(graph, expected, before)
+            self._compare(graph, before)
         # With the update in the graph, they are in memory that the next recording shares.
         passes.used = None
         if is_used:
-            before.restore()
-            passes.prepare()
-            graph.replay()  # this time, it may update the weights
+            _replay(graph, before)
         return graph
 
     def compare(self, graph: RecordedPasses, before: Snapshot) -> Outcome:
         """Run the passes of a graph on the update that was copied in, and replay it for that."""
+        self._compare(graph, before)
+        graph.is_proven = True
+        if graph.passes.updated:
+            _replay(graph, before)
+        return graph.outcome
+
+    def _compare(self, graph: RecordedPasses, before: Snapshot) -> None:
         expected = self._capture.warm_up(graph.passes.run_passes, forbids_reads=False)
         before.restore()
         self._check_replay(graph, expected, before)
-        graph.is_proven = True
-        if graph.passes.updated:
-            before.restore()
-            graph.passes.prepare()
-            graph.replay()
-        return graph.outcome
 
     def _count_drawn(self, passes: Passes, before: Snapshot) -> int:
         """How many numbers the passes have just drawn on the host; raises if they had an effect."""
@@ -122,6 +119,13 @@ class Recorder:
                 problem = _find_problem(graph, expected)
         if problem is not None:
             raise NotRepeatableError(problem)
+
+
+def _replay(graph: RecordedPasses, before: Snapshot) -> None:
+    """Replay a graph that was compared: this time, it may update the weights."""
+    before.restore()
+    graph.passes.prepare()
+    graph.replay()
 
 
 def _find_problem(graph: RecordedPasses, expected: Outcome) -> str | None:

@@ -12,11 +12,10 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 
-import torch
 from torch import nn
 
 from rapidformer.accel.cuda_graph.capture import CudaCapture
-from rapidformer.accel.cuda_graph.chains import Chain, Notes
+from rapidformer.accel.cuda_graph.chains import Chain
 from rapidformer.accel.cuda_graph.recorded_block import RecordedForward
 
 MOST_SIZES = 24
@@ -35,9 +34,9 @@ def pays(sizes: int, replays: int) -> bool:
 class StackPass:
     """A stack's blocks in one forward pass: noted first, then recorded together."""
 
-    def __init__(self, notes: Notes | None) -> None:
-        self.notes = notes
-        """The calls of this pass, if they will be recorded after it."""
+    def __init__(self, *, is_noted: bool) -> None:
+        self.is_noted = is_noted
+        """Whether its calls will be recorded after it."""
         self._chains: dict[Hashable, tuple[int, Chain, RecordedForward]] = {}
         """By the first call of each: its place among them."""
         self._reached = -1
@@ -50,13 +49,12 @@ class StackPass:
 
     def keep(self, chains: Sequence[Chain], recorded: Sequence[RecordedForward]) -> None:
         """Note what was recorded of it."""
-        self.notes = None
         pairs = enumerate(zip(chains, recorded, strict=True))
         self._chains = {chain.key: (place, chain, block) for place, (chain, block) in pairs}
 
     def restart(self) -> StackPass:
         """The same in a new forward pass."""
-        self._reached = -1
+        self._reached, self.is_noted = -1, False
         return self
 
     def find(self, key: Hashable) -> tuple[Chain, RecordedForward, Callable[[], bool]] | None:
@@ -92,10 +90,8 @@ class Stack:
         """For how many sizes it is replayed."""
         return sum(each.is_recorded for each in self._recorded.values())
 
-    def choose(
-        self, key: Hashable, device: torch.device, *, is_rounded: bool, may_record: bool
-    ) -> StackPass:
-        """The recordings of a pass, or notes to be recorded after it, or nothing."""
+    def choose(self, key: Hashable, *, is_rounded: bool, may_record: bool) -> StackPass:
+        """The recordings of a pass, or one to be noted and recorded after it, or nothing."""
         if key in self._recorded:
             self._replays += 1
             return self._recorded[key].restart()
@@ -103,25 +99,10 @@ class Stack:
         is_back = hash(key) in self._seen and pays(len(self._recorded), self._replays)
         is_due = may_record and (is_rounded or is_back) and len(self._recorded) < MOST_SIZES
         self._seen.add(hash(key))
-        fresh = StackPass(Notes(device) if is_due else None)
+        fresh = StackPass(is_noted=is_due)
         if is_due:
             self._recorded[key] = fresh
         return fresh
-
-    def end_pass(self) -> StackPass | None:
-        """The last pass; another one begins."""
-        last, self.current = self.current, None
-        return last
-
-    def end_chain(self) -> None:
-        """A block of another stack runs before the next one of this."""
-        if self.current is not None and self.current.notes is not None:
-            self.current.notes.end_chain()
-
-    def forget_tensors(self) -> None:
-        """Let go of the tensors of this pass."""
-        if self.current is not None and self.current.notes is not None:
-            self.current.notes.forget()
 
     def clear(self) -> None:
         """Drop all recordings."""
