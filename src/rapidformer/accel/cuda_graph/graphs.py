@@ -12,7 +12,6 @@ something was recorded nor on where a run was resumed.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -151,8 +150,27 @@ class GraphedPasses:
         """
         if self._has_ended:
             return None
-        outcome = self._run_agreed(run_forward, update, steps, graphed_update)
-        if outcome is None and self.placed is not None and not self._has_ended:
+        request, inputs = None, list[Inputs | None]()
+        try:
+            if self.problem is None:
+                request = self._read_request(run_forward, update, steps, graphed_update)
+            if request is not None:
+                inputs = [read_inputs(self._model, micro_batch.batch) for micro_batch in update]
+        except NotRepeatableError as problem:
+            is_worth_it = not isinstance(problem, LongStepsError)
+            self._give_up(str(problem), in_pieces=is_worth_it)
+        sizes = (item.sizes for item in inputs if item is not None)
+        self.problem, least = agree(self._topology, self.problem, sizes)
+        if self.problem is not None:
+            self._has_ended = True
+            self._stop_whole_steps()
+            if self._exchange is not None:
+                self._exchange.close_places()
+            return None
+        if self.placed is not None:
+            self.placed.gather()  # on all ranks: one that replays nothing runs the same exchange
+        outcome = None if request is None else self._run_rounded(request, inputs, least)
+        if outcome is None and self.placed is not None:
             self.placed.use()
         return outcome
 
@@ -184,35 +202,10 @@ class GraphedPasses:
         sums = self._exchange.sum_placed({p: g for p, g in pairs if g is not None})
         return list(map(sums.get, self._parameters))
 
-    def _run_agreed(
-        self,
-        run_forward: RunForward,
-        update: Update,
-        steps: Sequence[Callable[..., Any]],
-        graphed_update: GraphedUpdate | None,
+    def _run_rounded(
+        self, request: Request, inputs: list[Inputs | None], least: Sizes
     ) -> Outcome | None:
-        """The same, while any rank may replay."""
-        request, inputs = None, list[Inputs | None]()
-        try:
-            if self.problem is None:
-                request = self._read_request(run_forward, update, steps, graphed_update)
-            if request is not None:
-                inputs = [read_inputs(self._model, micro_batch.batch) for micro_batch in update]
-        except NotRepeatableError as problem:
-            is_worth_it = not isinstance(problem, LongStepsError)
-            self._give_up(str(problem), in_pieces=is_worth_it)
-        sizes = (item.sizes for item in inputs if item is not None)
-        self.problem, least = agree(self._topology, self.problem, sizes)
-        if self.problem is not None:
-            self._has_ended = True
-            self._stop_whole_steps()
-            if self._exchange is not None:
-                self._exchange.close_places()
-            return None
-        if self.placed is not None:
-            self.placed.gather()  # on all ranks: one that replays nothing runs the same exchange
-        if request is None:
-            return None
+        """The same, with the sizes that ranks have agreed on."""
         inputs = self._round(request, inputs, least)
         known = [item for item in inputs if item is not None]
         if len(known) < len(inputs):
@@ -269,7 +262,6 @@ class GraphedPasses:
         self, request: Request, inputs: list[Inputs | None], least: Sizes
     ) -> list[Inputs | None]:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
-        take_snapshot = functools.partial(self._code.take_snapshot, self._device)
         inputs = [
             item
             if item is not None and item.sizes == least
@@ -280,7 +272,7 @@ class GraphedPasses:
         if compiled is not None and any(item is None or item.is_rounded for item in inputs):
             compiled.expect_other_sizes()
         reads_tensors = self._code.examination.reads_tensors
-        if not reads_tensors and self._widths.may_change(request, inputs, take_snapshot):
+        if not reads_tensors and self._widths.may_change(request, inputs, self._code):
             return inputs
         return [
             read_inputs(self._model, micro_batch.batch, widens=False)

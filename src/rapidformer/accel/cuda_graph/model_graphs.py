@@ -9,7 +9,6 @@ their memory, so one call of a forward pass is replayed, until the next forward 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -240,8 +239,7 @@ class ModelGraphs(Pieces):
         request = Request(self._run_compared, Update((batch,)), [1.0], self._described, None)
         held = take_gradients(self.parameters)  # of other micro-batches
         try:
-            take_snapshot = functools.partial(self._code.take_snapshot, self.device)
-            return self._widths.may_change(request, [inputs], take_snapshot)
+            return self._widths.may_change(request, [inputs], self._code)
         finally:
             for parameter, gradient in zip(self.parameters, held, strict=True):
                 parameter.grad = gradient
