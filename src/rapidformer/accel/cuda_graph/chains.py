@@ -63,7 +63,7 @@ class NotedCall:
 
     key: CallKey
     run: Callable[..., Any]
-    static: StaticCall
+    static: StaticCall | None
     constants: Hashable
     template: Any
     """Its arguments with links in them; None if some come from elsewhere."""
@@ -119,8 +119,9 @@ class Chain:
     """Calls of which each gets the output of the one before it."""
 
     def __init__(self, calls: Sequence[NotedCall]) -> None:
-        self.calls = calls
         self.key, self.static = calls[0].key, calls[0].static
+        self.calls = [replace(call, static=None) for call in calls]
+        """What later ones were called with is not needed any more."""
         self.modules = self.blocks = [call.key.block for call in calls]
         self.parameters = [
             parameter
