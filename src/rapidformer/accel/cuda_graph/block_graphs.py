@@ -176,6 +176,8 @@ class BlockGraphs(Pieces):
             raise
         finally:
             self._notes.forget_tensors()
+            if self._notes.calls:
+                self._notes.code = self._code.examination.describe()
         self._check_all_called()
 
     def begin(self) -> None:
@@ -202,6 +204,13 @@ class BlockGraphs(Pieces):
         places = hash_places(self._parameters)  # what is recorded reads weights here
         noted = (call for call in self._notes.calls if self._stacks[call.key.block] is stack)
         calls = [call for call in noted if call.key.view.places == places]
+        # What is recorded computes with the code's state of now.
+        code, seen = self._code.examination.describe(), {call.key.view.code for call in calls}
+        if len(seen) > 1 or self._notes.code != code:
+            calls = [call for call in calls if call.key.view.code == code]
+        if not calls:
+            stack.forget(last)
+            return
         may_chain = self._may_chain and not self._skips_by_chance
         chains = build_chains(calls, are_linked=may_chain)
         try:

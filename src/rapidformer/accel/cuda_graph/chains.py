@@ -77,6 +77,8 @@ class Notes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.calls: list[NotedCall] = []
+        self.code: Description | None = None
+        """What the blocks' code depended on at the last look."""
         self._statics: dict[int, tuple[Any, Any]] = {}
         self._values: list[Any] = []
         """The arguments of the first block of the current chain."""
@@ -102,6 +104,7 @@ class Notes:
         own = [link or 0 for link in links]
         mode = note_mode(self._device)
         self.calls.append(NotedCall(key, run, static, call.constants, template, own, mode))
+        self.code = key.view.code
         output = run(*call.args, **call.kwargs)
         self._previous = output if type(output) is Tensor else None
         return output

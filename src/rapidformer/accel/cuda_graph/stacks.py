@@ -104,6 +104,10 @@ class Stack:
             self._recorded[key] = fresh
         return fresh
 
+    def forget(self, last: StackPass) -> None:
+        """Note such a pass again."""
+        self._recorded = {key: each for key, each in self._recorded.items() if each is not last}
+
     def clear(self) -> None:
         """Drop all recordings."""
         self._recorded.clear()
