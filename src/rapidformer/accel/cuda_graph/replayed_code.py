@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rapidformer.accel.cuda_graph.examination import Description, Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.data_parallel import GradientReducer
@@ -16,6 +15,7 @@ from rapidformer.accel.split.own_code import runs_no_hook
 from rapidformer.compat.torch_modules import list_global_hook_tables, list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
 from rapidformer.compat.transformers_models import find_captured, list_captured
+from rapidformer.models.side_effects.examination import Description, Examination
 from rapidformer.models.watched import describe_watched, find_watched
 
 _MOST_CHANGES = 8
