@@ -16,7 +16,7 @@ from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.chains import Following
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
-from rapidformer.accel.cuda_graph.passes import HostNumbers
+from rapidformer.accel.cuda_graph.snapshot import HostNumbers
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.compat.torch_modules import get_compiled_call
 from rapidformer.engine import RapidformerEngine

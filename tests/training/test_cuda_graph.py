@@ -39,14 +39,14 @@ from rapidformer import Finetuner, RapidformerEngine
 from rapidformer.accel.cuda_graph import graphs, inputs
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import (
+from rapidformer.accel.cuda_graph.passes import Outcome
+from rapidformer.accel.cuda_graph.recorder import Recorder
+from rapidformer.accel.cuda_graph.snapshot import (
     HostNumbers,
-    Outcome,
     Snapshot,
     count_unused_numbers,
     draw_unused,
 )
-from rapidformer.accel.cuda_graph.recorder import Recorder
 from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import check_device

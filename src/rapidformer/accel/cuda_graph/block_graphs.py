@@ -27,14 +27,14 @@ from rapidformer.accel.cuda_graph.block_calls import (
 from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.chains import CallKey, Following, Notes, View, build_chains
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import (
+from rapidformer.accel.cuda_graph.pieces import Pieces
+from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import (
     HostNumbers,
     count_unused_numbers,
     get_numbers,
     set_numbers,
 )
-from rapidformer.accel.cuda_graph.pieces import Pieces
-from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.stacks import Stack, StackPass, build_stacks
 from rapidformer.accel.unpad.batches import find_filling
 from rapidformer.accel.unpad.calls import Removal

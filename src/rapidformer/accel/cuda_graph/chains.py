@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.attention.own_code.scores import compute_all
 from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall
-from rapidformer.accel.cuda_graph.passes import set_numbers
+from rapidformer.accel.cuda_graph.snapshot import set_numbers
 from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only

@@ -18,9 +18,9 @@ from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.inputs import Inputs, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
-from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.pieces import Pieces
 from rapidformer.accel.cuda_graph.recorded_block import Recordable, RecordedForward
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.unpad.filling import prove_filling
 from rapidformer.accel.unpad.unpadding import is_library_code
 from rapidformer.log import get_logger, say_once

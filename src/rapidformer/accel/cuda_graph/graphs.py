@@ -31,12 +31,11 @@ from rapidformer.accel.cuda_graph.passes import (
     Passes,
     Request,
     RunForward,
-    Snapshot,
-    count_unused_numbers,
 )
 from rapidformer.accel.cuda_graph.pieces import Pieces
 from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import Snapshot, count_unused_numbers
 from rapidformer.accel.cuda_graph.stacks import pays
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.sharding.placed_weights import PlacedWeights

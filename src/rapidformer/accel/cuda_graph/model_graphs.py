@@ -25,10 +25,11 @@ from rapidformer.accel.cuda_graph.inputs import (
     StaticInputs,
     read_inputs,
 )
-from rapidformer.accel.cuda_graph.passes import Request, get_numbers
+from rapidformer.accel.cuda_graph.passes import Request
 from rapidformer.accel.cuda_graph.pieces import Pieces, surround
 from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedForward
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import get_numbers
 from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.unpad.calls import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding

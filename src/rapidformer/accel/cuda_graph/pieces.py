@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import may_record
 from rapidformer.accel.cuda_graph.capture import CudaCapture
-from rapidformer.accel.cuda_graph.passes import Snapshot
 from rapidformer.accel.cuda_graph.recorded_block import (
     GradientMemory,
     Recordable,
@@ -26,6 +25,7 @@ from rapidformer.accel.cuda_graph.recorded_block import (
     RecordedForward,
 )
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.overlay import extend
 
 

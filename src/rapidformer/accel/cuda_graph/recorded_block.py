@@ -17,7 +17,7 @@ from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.comparing import check_replay
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
+from rapidformer.accel.cuda_graph.snapshot import Snapshot, get_numbers, set_numbers
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import get_tables
 from rapidformer.compat.torch_tensors import copy_all, cut_like

@@ -14,7 +14,8 @@ from torch import Tensor
 from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.comparing import are_close, get_limit, measure_differences
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import Outcome, Passes, Snapshot, draw_unused
+from rapidformer.accel.cuda_graph.passes import Outcome, Passes
+from rapidformer.accel.cuda_graph.snapshot import Snapshot, draw_unused
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import Snapshot
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.split.own_code import runs_no_hook
 from rapidformer.compat.torch_modules import list_global_hook_tables, list_hook_tables

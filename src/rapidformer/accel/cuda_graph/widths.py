@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.comparing import measure_differences
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
-from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
+from rapidformer.accel.cuda_graph.passes import Request, RunForward
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.cuda_graph.trial_modes import (
     FactorsForDropout,
     InBounds,
