@@ -225,7 +225,8 @@ class GraphedPasses:
         """What is to run; None if this update cannot be replayed."""
         if not self._recorder.is_warm:
             self._code = ReplayedCode(steps, self._model)
-            self._check(update)
+            if not self._is_asked:
+                self._check(update)
         if any(parameter.grad is not None for parameter in self._leaves):
             return None  # the gradients of this update are added to others
         weights = [self._count_labels(micro_batch) for micro_batch in update]
@@ -297,9 +298,9 @@ class GraphedPasses:
         is_new, is_first = hash(key) not in self._seen, not self._recorder.is_warm
         self._seen.add(hash(key))
         # A new size may never come again; but rounded ones are few, so the first of them will.
-        is_common = len(self._graphs) < _MOST_AT_ONCE and all(item.is_rounded for item in inputs)
-        is_rare = not all(item.is_rounded for item in inputs)
-        is_rare = is_rare and not pays(len(self._graphs), self._replays)
+        is_rounded = all(item.is_rounded for item in inputs)
+        is_common = is_rounded and len(self._graphs) < _MOST_AT_ONCE
+        is_rare = not is_rounded and not pays(len(self._graphs), self._replays)
         waits = is_full or is_rare or (is_new and not is_first and not is_common)
         if waits and not any(item.is_changed for item in inputs):
             return None  # the usual passes run with the same sizes
@@ -375,9 +376,7 @@ class GraphedPasses:
         return graph.outcome.copy(request.weights)
 
     def _check(self, update: Update) -> None:
-        """Refuse what is known beforehand not to be replayable, or not worth it."""
-        if self._is_asked:
-            return
+        """Refuse what is not worth it, or known beforehand not to be replayable."""
         info = update[0].info
         slots = info.slots or info.rows  # images have no tokens to count
         if self.is_long(slots, info.rows):

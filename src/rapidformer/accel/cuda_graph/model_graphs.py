@@ -27,7 +27,7 @@ from rapidformer.accel.cuda_graph.inputs import (
 )
 from rapidformer.accel.cuda_graph.passes import Request
 from rapidformer.accel.cuda_graph.pieces import Pieces, surround
-from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedForward
+from rapidformer.accel.cuda_graph.recorded_block import RecordedForward
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
 from rapidformer.accel.cuda_graph.snapshot import get_numbers
 from rapidformer.accel.cuda_graph.widths import Widths
@@ -135,7 +135,7 @@ class ModelGraphs(Pieces):
         super().give_up(problem)
         self.end()  # recordings of blocks use the same memory
         self._recorded.clear()
-        self._gradients, self.parameters = GradientMemory(self.device), []
+        self._gradients, self.parameters = {}, []
         if "replay" in list_layers(self.model):
             remove(self.model, "replay")
 

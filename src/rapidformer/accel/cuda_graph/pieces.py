@@ -40,7 +40,7 @@ class Pieces:
     def __init__(self, model: nn.Module, capture: CudaCapture, code: ReplayedCode) -> None:
         self.model, self.capture, self.device = model, capture, capture.device
         self._code = code
-        self._gradients = GradientMemory(capture.device)
+        self._gradients: GradientMemory = {}
         self._number = 0
         """Of the forward pass: what it leaves for its backward pass lasts until the next one."""
         self._is_running = False

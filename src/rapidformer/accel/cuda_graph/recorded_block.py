@@ -26,19 +26,8 @@ _ALIGNMENT = 128
 """In elements: where a gradient begins."""
 
 
-class GradientMemory:
-    """Where graphs leave the gradients of parameters until they are copied, all in one place."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: dict[torch.dtype, Tensor] = {}
-
-    def reserve(self, layout: _Layout) -> dict[torch.dtype, Tensor]:
-        """Memory for the gradients of these parameters, by dtype."""
-        for dtype, size in layout.sizes.items():
-            if dtype not in self._memory or len(self._memory[dtype]) < size:
-                self._memory[dtype] = torch.empty(size, dtype=dtype, device=self._device)
-        return {dtype: self._memory[dtype][:size] for dtype, size in layout.sizes.items()}
+GradientMemory = dict[torch.dtype, Tensor]
+"""Where graphs leave the gradients of parameters until they are copied, all in one place."""
 
 
 class _Layout:
@@ -58,7 +47,14 @@ class _Layout:
         self.sizes = {d: sum(t.numel() for t in some) for d, some in self._templates.items()}
         """In elements."""
 
-    def cut(self, memory: dict[torch.dtype, Tensor]) -> list[Tensor]:
+    def reserve(self, memory: GradientMemory, device: torch.device) -> GradientMemory:
+        """As much of this memory as they need; it grows if that is more than there is."""
+        for dtype, size in self.sizes.items():
+            if dtype not in memory or len(memory[dtype]) < size:
+                memory[dtype] = torch.empty(size, dtype=dtype, device=device)
+        return {dtype: memory[dtype][:size] for dtype, size in self.sizes.items()}
+
+    def cut(self, memory: GradientMemory) -> list[Tensor]:
         """The place of each parameter's gradient."""
         parts = {d: cut_like(whole, self._templates[d]) for d, whole in memory.items()}
         return [parts[dtype][number] for dtype, number in self._places]
@@ -131,7 +127,6 @@ class RecordedForward:
     def __init__(self, part: Recordable, capture: CudaCapture, before: Snapshot) -> None:
         """Record it; ``before`` is the state in which it begins."""
         self._part, self._static, self._capture = part, part.static, capture
-        self._before = before
         self._form: Any = None
         with without_cast_cache():
             with self._static.shifted():
@@ -176,12 +171,12 @@ class RecordedBlock(RecordedForward):
         self, part: Recordable, capture: CudaCapture, memory: GradientMemory, before: Snapshot
     ) -> None:
         """Record the forward pass; ``before`` is the state in which it begins."""
-        self.parameters = part.parameters
+        self.parameters, self._before = part.parameters, before
         if not all(parameter.numel() for parameter in part.parameters):
             raise NotRepeatableError("a parameter is empty")
         self._stand_ins = _StandIns(part.modules, part.parameters)
         self._layout = _Layout(part.parameters)
-        self._memory = memory.reserve(self._layout)
+        self._memory = self._layout.reserve(memory, capture.device)
         self._live: list[Tensor] = []
         """The output tensors with what autograd saved for them, until they are released."""
         self.is_trained: list[bool] = []
