@@ -252,7 +252,7 @@ class BlockGraphs(Pieces):
         self.calls[block] += 1
         key = CallKey(block, self.calls[block], call.form, self._view)
         if current.is_noted and self.calls[block] <= _MOST_CALLS:
-            return self._notes.run(key, run, call, is_linked=not self._view.kept)
+            return self._notes.run(key, run, call, is_linked=self._continues(stack))
         self._notes.end_chain()
         found = current.find(key)
         if found is None:
@@ -265,6 +265,13 @@ class BlockGraphs(Pieces):
             run_forward_hooks(block, args, output)
         self._following = Following.start(chain, call, output, numbers)
         return output if self._following is None else chain.stand_in
+
+    def _continues(self, stack: Stack) -> bool:
+        """Whether a call may continue the chain of the call that was noted last."""
+        if not self._notes.calls or self._view is None or self._view.kept:
+            return False
+        last = self._notes.calls[-1].key
+        return self._stacks[last.block] is stack and last.view == self._view
 
     def _look(self) -> None:
         """See what this call of the model depends on; raises if nothing may be replayed."""
