@@ -99,7 +99,7 @@ class ModelGraphs(Pieces):
         """What replays the blocks, if the model is not replayed."""
         self._weights: list[nn.Parameter] = []
         self._places: Hashable = None
-        """Where the weights are."""
+        """Which weights there are, and where."""
         self.parameters: list[nn.Parameter] = []
         """The trainable ones."""
         self._described: Hashable = None
@@ -185,7 +185,7 @@ class ModelGraphs(Pieces):
         described = self._code.describe()
         if described != self._described:  # weights may have been replaced
             self._described, self._weights = described, list(self.model.parameters())
-        places = hash_places(self._weights)
+        places = hash_places(self._weights), hash(tuple(map(id, self._weights)))
         if places != self._places:
             self._places = places
             self._recorded.clear()
