@@ -12,7 +12,6 @@ from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.cuda_graph.forward_graphs import ForwardGraphs, ForwardModel
 from rapidformer.accel.unpad.promises import reading_no_padding
 from rapidformer.accel.unpad.unpadding import apply_unpadding
-from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_modules import get_compiled_call
 from rapidformer.models.plan import find_plan
 from rapidformer.overlay import list_layers
@@ -20,33 +19,9 @@ from tests.training.test_block_graphs import Again
 from tests.training.test_cuda_graph import make_bert
 
 
-class OneTensor(Again):
-    """Its functions return one tensor."""
-
-    def record(self, function: Any) -> Any:
-        (first,), replay = super().record(lambda: [function()])
-        return first, replay
-
-
-class AnyOutput(Again):
-    """Its functions return anything that holds tensors."""
-
-    def record(self, function: Any) -> Any:
-        kept: list[Any] = []
-
-        def run() -> list[torch.Tensor]:
-            kept.append(function())
-            return [leaf for leaf in tree_leaves(kept[-1]) if isinstance(leaf, torch.Tensor)]
-
-        _, replay = super().record(run)
-        return kept[0], replay
-
-
 def build(model: Any, capture: Any) -> ForwardGraphs:
     blocks = find_plan(model).get_blocks(model)
-    return ForwardGraphs(
-        model, blocks, torch.device("cpu"), capture, is_16_bit=False, compiles=False
-    )
+    return ForwardGraphs(model, blocks, capture)
 
 
 @torch.no_grad()
@@ -62,7 +37,7 @@ def test_the_same_logits_without_padding() -> None:
     plan = find_plan(model)
     blocks = plan.get_blocks(model)
     assert apply_unpadding(model, plan, is_compiled=True) is None  # sizes are rounded up
-    capture = OneTensor()
+    capture = Again()
     graphs = build(model, capture)
     with reading_no_padding():
         found = [model(**batch).logits for batch in batches]
@@ -94,7 +69,7 @@ def test_batches_with_little_padding_share_a_graph() -> None:
         batches.append({"input_ids": torch.randint(5, 60, (4, width)), "attention_mask": mask})
     expected = [model(**batch).logits for batch in batches]
     assert apply_unpadding(model, find_plan(model), is_compiled=True) is None
-    capture = OneTensor()
+    capture = Again()
     graphs = build(model, capture)
     with reading_no_padding():
         model(**batches[0])  # the first pass is not recorded
@@ -118,8 +93,8 @@ def test_a_model_is_replayed_whole(counts: list[int]) -> None:
     expected = [model(**batch).logits for batch in batches]
     assert apply_unpadding(model, plan) is None
     prove_filling(model, plan, None)
-    capture = AnyOutput()
-    graphs = ForwardModel(model, blocks, torch.device("cpu"), capture, is_16_bit=False)
+    capture: Any = Again()
+    graphs = ForwardModel(model, blocks, capture)
     with reading_no_padding():
         found = [model(**batch).logits for batch in batches]
         assert graphs.problem is None
@@ -145,9 +120,8 @@ def test_inference_mode_and_no_grad_take_turns() -> None:
     plan = find_plan(model)
     assert apply_unpadding(model, plan) is None
     prove_filling(model, plan, None)
-    graphs = ForwardModel(
-        model, plan.get_blocks(model), torch.device("cpu"), AnyOutput(), is_16_bit=False
-    )
+    capture: Any = Again()
+    graphs = ForwardModel(model, plan.get_blocks(model), capture)
     batch = {"input_ids": torch.randint(5, 60, (4, 20)), "attention_mask": torch.ones(4, 20).long()}
     with reading_no_padding():
         for mode in (torch.inference_mode, torch.no_grad) * 2:
@@ -180,9 +154,8 @@ def test_a_models_own_code_sees_the_width_of_its_batches() -> None:
     expected = [model(**batch).logits for batch in batches]
     apply_unpadding(model, plan)
     prove_filling(model, plan, None)
-    graphs = ForwardModel(
-        model, plan.get_blocks(model), torch.device("cpu"), AnyOutput(), is_16_bit=False
-    )
+    capture: Any = Again()
+    graphs = ForwardModel(model, plan.get_blocks(model), capture)
     with reading_no_padding():
         for batch, theirs in zip(batches, expected, strict=True):
             torch.testing.assert_close(model(**batch).logits, theirs, rtol=1e-4, atol=1e-5)
@@ -191,7 +164,7 @@ def test_a_models_own_code_sees_the_width_of_its_batches() -> None:
 
 def test_training_runs_as_it_is() -> None:
     model = make_bert(0.0)
-    capture = OneTensor()
+    capture = Again()
     build(model, capture)
     for _ in range(3):
         model(input_ids=torch.ones(2, 5, dtype=torch.long)).logits.sum().backward()

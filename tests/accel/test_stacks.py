@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, PreTrainedModel
 
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
+from rapidformer.accel.cuda_graph.chains import Following
 from tests.training.test_block_graphs import Again
 
 
@@ -74,9 +75,7 @@ def test_recordings_that_share_memory_are_replayed_in_their_order(
     model = Deep()
     plain = copy.deepcopy(model)
     capture: Any = SharedMemory()
-    graphs = BlockGraphs(
-        model, list(model.layers), torch.device("cpu"), capture, is_16_bit=False, compiles=False
-    )
+    graphs = BlockGraphs(model, list(model.layers), capture)
     for sign in (1, 1, 1, 1, -1, 1):
         x, recorded = torch.rand(4, 8) * sign, capture.recorded
         capture.order.clear()
@@ -117,10 +116,7 @@ def test_blocks_with_others_in_between_are_no_chain(monkeypatch: pytest.MonkeyPa
     model = Twins()
     plain = copy.deepcopy(model)
     capture: Any = Again()
-    graphs = BlockGraphs(
-        model, [*model.left, *model.right], torch.device("cpu"), capture,
-        is_16_bit=False, compiles=False,
-    )  # fmt: skip
+    graphs = BlockGraphs(model, [*model.left, *model.right], capture)
     for _ in range(4):
         x = torch.rand(4, 8)
         with graphs.passing():
@@ -129,3 +125,50 @@ def test_blocks_with_others_in_between_are_no_chain(monkeypatch: pytest.MonkeyPa
         loss.backward()
     assert graphs.problem is None
     assert capture.replayed > capture.recorded == 8
+
+
+class Gated(nn.Module):
+    """A block whose input comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, gate: Tensor, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * gate
+
+
+class Stages(PreTrainedModel):
+    """The second stack gets what the first one returns."""
+
+    config_class = BertConfig
+
+    def __init__(self) -> None:
+        super().__init__(BertConfig())
+        torch.manual_seed(0)
+        self.first = nn.ModuleList(nn.Bilinear(8, 8, 8) for _ in range(2))
+        self.second = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        for block in self.first:
+            x = block(x, gate)
+        for block in self.second:
+            x = block(gate, x)
+        return x.sum()
+
+
+def test_a_chain_ends_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stages.forward, "__module__", "transformers.models.stages")
+    monkeypatch.setattr(Following, "recover", None)
+    model = Stages()
+    plain = copy.deepcopy(model)
+    capture: Any = Again()
+    graphs = BlockGraphs(model, [*model.first, *model.second], capture)
+    for _ in range(5):
+        x, gate = torch.rand(4, 8), torch.rand(4, 8)
+        with graphs.passing():
+            loss = model(x, gate)
+        assert torch.equal(loss, plain(x, gate))
+        loss.backward()
+    assert graphs.problem is None
+    assert capture.replayed > capture.recorded == 4

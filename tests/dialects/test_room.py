@@ -50,7 +50,7 @@ ALLOWED = {
     "cli/bench.py": "says what it compares with",
     "cli/config.py": "hands its first question to the dialogue of Accelerate's users",
     "cli/train.py": "a user's script may import Megatron's names",
-    "accel/cuda_graph/pure_calls.py": "Accelerate as an installed library",
+    "models/side_effects/pure_calls.py": "Accelerate as an installed library",
     "checkpoint/export.py": "Accelerate as an installed library",
 }
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from rapidformer.accel.cuda_graph import graphs
-from rapidformer.accel.cuda_graph.recorder import CudaCapture
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.log import warn_once
 from rapidformer.optim import optimizers

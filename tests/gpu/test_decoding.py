@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.decoding import Decoding, replaying_tokens
-from rapidformer.accel.cuda_graph.recorder import CudaCapture
 from rapidformer.overlay import put_fact
 from tests.accel.test_decoding import SIZES
 

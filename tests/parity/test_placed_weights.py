@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.sharding.placed_weights import PlacedWeights
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.dist.whole import join_whole
 from rapidformer.engine import RapidformerEngine
+from rapidformer.models.side_effects.examination import Examination
 from rapidformer.verification.trace import Trace
 from tests.parity.harness import (
     Case,

@@ -17,9 +17,10 @@ from rapidformer.accel.cuda_graph.chains import Following
 from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
-from rapidformer.accel.cuda_graph.passes import HostNumbers
+from rapidformer.accel.cuda_graph.snapshot import HostNumbers
 from rapidformer.compat.torch_modules import get_compiled_call
 from rapidformer.engine import RapidformerEngine
+from rapidformer.training.callbacks import Callback, Control, RunningLoop
 from tests.training import test_cuda_graph as whole
 from tests.training.test_cuda_graph import (
     Rows,
@@ -34,7 +35,8 @@ from tests.training.test_cuda_graph import (
 class Again:
     """Runs a function again, and writes the tensors that it returns where the first ones are."""
 
-    has_room = True
+    device, has_room = torch.device("cpu"), True
+    is_16_bit = compiles = False
 
     def __init__(self) -> None:
         self.recorded = self.replayed = self.sizes = 0
@@ -67,9 +69,9 @@ def use_stand_in(engine: RapidformerEngine, model: Any, capture: Any) -> None:
     """Let an engine record with it."""
     prove_filling(model, engine.model.parallelized.plan, None)
     engine.updates.graphs = GraphedPasses(
-        model, engine.model.parameters, engine.device, capture,
+        model, engine.model.parameters, capture,
         engine.updates.weights.count_labels,
-        is_asked=False, is_16_bit=False, compiles=False, work=None,
+        is_asked=False, work=None,
         topology=engine.runtime.topology, exchange=None,
         blocks=engine.model.parallelized.plan.get_blocks(model),
     )  # fmt: skip
@@ -324,6 +326,61 @@ def test_outputs_of_blocks_that_the_model_is_asked_for() -> None:
     assert capture.recorded == 4, "each block by itself"
     assert capture.replayed > capture.recorded
     assert replayed.values.lines == plain.values.lines
+
+
+class Baked(Again):
+    """A replay drops values as it did when it was recorded, as a graph does."""
+
+    def __init__(self, dropout: torch.nn.Dropout) -> None:
+        super().__init__()
+        self._state = vars(dropout)
+
+    def record(self, function: Callable[[], list[torch.Tensor]]) -> Any:
+        (first, replay), recorded = super().record(function), dict(self._state)
+
+        def replay_as_recorded() -> None:
+            now = dict(self._state)
+            self._state.update(recorded)
+            replay()
+            self._state.update(now)
+
+        return first, replay_as_recorded
+
+
+class TwoModes(Counting):
+    """Calls its model a second time as in evaluation, but with gradients."""
+
+    def run_forward_step(self, batch: Any, model: Any) -> Any:
+        self.steps += 1
+        first = model(**batch)
+        second = model.eval()(**batch)
+        model.train()
+        return first.loss + (first.logits - second.logits).square().mean()
+
+
+class Toggling(Callback):
+    """Another rate for one step: that in which the calls of the step before it are recorded."""
+
+    def __init__(self, dropout: torch.nn.Dropout) -> None:
+        self._dropout = dropout
+
+    def on_step_begin(self, loop: RunningLoop, control: Control) -> None:
+        self._dropout.p = 0.5 if loop.step == 3 else 0.1
+
+
+@pytest.mark.parametrize("kind", [Counting, TwoModes])
+def test_what_changes_before_calls_are_recorded_is_seen(kind: type[Counting]) -> None:
+    runs = []
+    for is_replayed in (False, True):
+        model = make_gpt2()
+        dropout = model.transformer.h[1].mlp.dropout
+        run = kind(model, make_texts(40), Baked(dropout) if is_replayed else None)
+        run.callbacks = [run.values, *([Toggling(dropout)] if kind is Counting else [])]
+        run.train()
+        runs.append(run)
+    assert runs[1].in_pieces.problem is None
+    assert runs[1].in_pieces.count
+    assert runs[1].values.lines == runs[0].values.lines
 
 
 class Stale(Again):

@@ -41,14 +41,14 @@ from rapidformer.accel.cuda_graph.columns import Column
 from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import (
+from rapidformer.accel.cuda_graph.passes import Outcome
+from rapidformer.accel.cuda_graph.recorder import Recorder
+from rapidformer.accel.cuda_graph.snapshot import (
     HostNumbers,
-    Outcome,
     Snapshot,
     count_unused_numbers,
     draw_unused,
 )
-from rapidformer.accel.cuda_graph.recorder import Recorder
 from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import check_device
@@ -79,7 +79,8 @@ Rows = list[dict[str, Any]]
 class Again:
     """Runs the function again, and writes what it returns where the first result is."""
 
-    has_room = True
+    device, has_room = torch.device("cpu"), True
+    is_16_bit = compiles = False
 
     def __init__(self, *changed: torch.Tensor) -> None:
         self.recorded = self.replayed = 0
@@ -219,11 +220,11 @@ class Run(Finetuner):
             placed = synchronizer.place_weights() if is_sharded else None
             with placed.whole() if placed else nullcontext():
                 prove_filling(model, engine.model.parallelized.plan, None)
+            self._capture.is_16_bit = self.is_16_bit
             engine.updates.graphs = GraphedPasses(
                 model, placed.parameters if placed else engine.model.parameters,
-                engine.device, self._capture,
-                engine.updates.weights.count_labels,
-                is_asked=False, is_16_bit=self.is_16_bit, compiles=False, work=engine.model.work,
+                self._capture, engine.updates.weights.count_labels,
+                is_asked=False, work=engine.model.work,
                 topology=engine.runtime.topology,
                 exchange=synchronizer if isinstance(synchronizer, GradientReducer) else placed,
             )  # fmt: skip
@@ -329,8 +330,9 @@ def test_each_recording_counts_the_numbers_that_its_own_passes_draw() -> None:
     capture: Any = SimpleNamespace(
         warm_up=lambda function, forbids_reads: function(),
         record=lambda function: (function(), lambda: None),
-    )
-    recorder = Recorder(capture, is_16_bit=False, compiles=False)
+        is_16_bit=False, compiles=False,
+    )  # fmt: skip
+    recorder = Recorder(capture)
 
     def draw(count: int) -> Outcome:
         draw_unused(count)

@@ -411,6 +411,21 @@ def test_replaced_weights_are_noticed() -> None:
     assert capture.recorded > 2 * replayed.in_pieces.count
 
 
+def test_a_weight_that_is_replaced_in_the_same_memory_gets_the_gradient() -> None:
+    class Sharing(Counting):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            if self.steps == 6:
+                model.classifier.weight = torch.nn.Parameter(model.classifier.weight.data)
+            return super().run_forward_step(batch, model)
+
+    gradients = []
+    for capture in (None, Again()):
+        model = make_bert(0.0)
+        train(Sharing, model, make_rows(48, longest=20), capture)
+        gradients.append(model.classifier.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
 def test_a_copy_of_the_model_keeps_nothing_alive() -> None:
     replayed = train(Copied, make_bert(0.0), make_rows(24, longest=60), Again())
     graphs = weakref.ref(replayed.in_pieces)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.cuda_graph.permission import MayCapture
-from rapidformer.accel.cuda_graph.recorder import CudaCapture
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.sharding.zero import ShardedGradients
@@ -144,12 +144,13 @@ def build_graphs(
     if allowed is None:
         return None
     placed = synchronizer.place_weights() if isinstance(synchronizer, ShardedGradients) else None
+    capture = CudaCapture(
+        runtime.device, is_16_bit=runtime.precision.dtype is not None,
+        compiles=parallelized.wants("compilation"),
+    )  # fmt: skip
     graphs = GraphedPasses(
-        model, placed.parameters if placed else parameters, runtime.device,
-        CudaCapture(runtime.device),
-        weights.count_labels,
-        is_asked=allowed.is_asked, is_16_bit=runtime.precision.dtype is not None,
-        compiles=parallelized.wants("compilation"), work=work, topology=runtime.topology,
+        model, placed.parameters if placed else parameters, capture, weights.count_labels,
+        is_asked=allowed.is_asked, work=work, topology=runtime.topology,
         exchange=synchronizer if isinstance(synchronizer, GradientReducer) else placed,
         blocks=parallelized.plan.get_blocks(model) if allowed.in_pieces else (),
     )  # fmt: skip

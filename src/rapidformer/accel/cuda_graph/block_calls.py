@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -90,23 +90,20 @@ class StaticCall:
                 known[id(value)] = value, static
             return known[id(value)][1]
 
-        self.args, self.kwargs = tree_map_only((Tensor, RowMask), fix, (call.args, call.kwargs))
+        self.arguments = tree_map_only((Tensor, RowMask), fix, (call.args, call.kwargs))
         self._values = [fix(value) for value in call.values]
         self.trained = [
             each for each in self._values if isinstance(each, Tensor) and each.requires_grad
         ]
 
-    @contextmanager
-    def shifted(self) -> Iterator[None]:
+    def shifted(self) -> AbstractContextManager[None]:
         """Inside, each token has the values of the one before it: a replay must see that."""
-        values = [(tensor, tensor.detach().clone()) for tensor in self.trained]
-        for tensor, value in values:
-            write(tensor, value.roll(1, -2) if value.dim() > 1 else value)
-        try:
-            yield
-        finally:
-            for tensor, value in values:
-                write(tensor, value)
+        return shifting(self.trained, lambda x: x.roll(1, -2) if x.dim() > 1 else x)
+
+    @staticmethod
+    def read(call: BlockCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, to run it without a graph."""
+        return call.args, call.kwargs
 
     def fill(self, call: BlockCall) -> None:
         """Copy in the arguments of another call of the same form."""
@@ -121,6 +118,19 @@ class StaticCall:
 def write(static: Tensor, value: Tensor) -> None:
     """Overwrite a tensor, which autograd need not know: a graph's saved tensors change with it."""
     static.data.copy_(value.detach())
+
+
+@contextmanager
+def shifting(tensors: Sequence[Tensor], shift: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, tensors have other values at the same places."""
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    for tensor, value in values:
+        write(tensor, shift(value))
+    try:
+        yield
+    finally:
+        for tensor, value in values:
+            write(tensor, value)
 
 
 def _copy(tensor: Tensor) -> Tensor:

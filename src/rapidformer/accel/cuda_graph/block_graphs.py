@@ -1,9 +1,6 @@
-"""Replay a model's blocks, where the code around them must run in every step.
+"""Replay a model's blocks: their forward passes and their backward passes.
 
-A step that counts, prints or reads a value cannot be one graph. Its model's blocks can be: they get
-a graph of their forward pass and one of their backward pass, while the step, the rest of the model
-and the loss run as they are. To autograd, what is replayed is one operation. Blocks that pass their
-output straight to the next one are replayed together (``chains.py``).
+Blocks that pass their output straight to the next one are replayed together (``chains.py``).
 
 Calls are noted in one forward pass, recorded before the next, and replayed from then on, by stack
 of blocks (``stacks.py``). What a forward pass leaves for its backward pass lasts until that has
@@ -17,32 +14,29 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import (
     BlockCall,
     describe_mode,
-    may_record,
     read_call,
 )
-from rapidformer.accel.cuda_graph.chains import Chain, Following, Notes, build_chains
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.chains import CallKey, Following, Notes, View, build_chains
 from rapidformer.accel.cuda_graph.columns import find_filling
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import (
+from rapidformer.accel.cuda_graph.pieces import Pieces
+from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import (
     HostNumbers,
-    Snapshot,
     count_unused_numbers,
     get_numbers,
     set_numbers,
 )
-from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
-from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
-from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
-from rapidformer.accel.cuda_graph.stacks import Recorded, Stack, StackPass, build_stacks
+from rapidformer.accel.cuda_graph.stacks import Stack, StackPass, build_stacks
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat.torch_modules import (
     call_plainly,
@@ -102,81 +96,61 @@ class SkippedBlocksError(NotRepeatableError):
         )
 
 
-class BlockGraphs:
+class BlockGraphs(Pieces):
     """The graphs of all blocks of a model, in training."""
 
     most_chained: float = 2**31
     """In bytes of weights: the gradients of a chain lie in memory twice."""
-    learns = True
-    """Whether there are gradients."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[nn.Module],
-        device: torch.device,
-        capture: CudaCapture,
-        *,
-        is_16_bit: bool,
-        compiles: bool,
-    ) -> None:
-        self.blocks, self._device, self.capture = blocks, device, capture
-        self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
-        self._code = ReplayedCode((), nn.ModuleList(blocks))
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:
+        super().__init__(model, capture, ReplayedCode((), nn.ModuleList(blocks)))
+        self.blocks, self.description = blocks, f"the {len(blocks)} blocks"
         self._parameters = [parameter for block in blocks for parameter in block.parameters()]
-        self._gradients = GradientMemory(device)
-        self._model, names = model, {module: name for name, module in model.named_modules()}
+        names = {module: name for name, module in model.named_modules()}
         self._names = [names[block] for block in blocks]
         self._ways = _list_ways(model, self._names)
         self._may_chain = self._find_whether_chained()
         self._stacks = build_stacks(blocks, self._names, capture)
         """By block."""
         self._all_stacks = list(dict.fromkeys(self._stacks.values()))
-        self._described: Hashable = None
-        """What the blocks' code depends on in this call of the model."""
-        self._kept: frozenset[str] | None = None
-        """Which outputs of blocks transformers keeps in it; None: it cannot be replayed."""
+        self._view: View | None = None
+        """What blocks see in this call of the model; None: it cannot be replayed."""
         self._places: Hashable = None
-        """Where the weights are in it."""
-        self._recorded_places: Hashable = None
-        self._number = 0
+        """Where the weights were when a pass began."""
         self._block_set = set(blocks)
+        self._notes = Notes(self.device)
+        """The calls of this pass that will be recorded after it."""
         self._host_numbers: HostNumbers
         """Those that the last pass began with."""
-        self._is_running = False
         self._following: Following | None = None
         self.calls: Counter[nn.Module] = Counter()
-        self._calls_before: list[Any] = []
-        self.problem: str | None = None
-        """Why blocks are not replayed; None while they may be."""
-        effect = self._code.examination.effect
-        if effect is not None:
-            self.problem = str(effect)
+        self._undo = ExitStack()
+        if self.problem is not None:
             return
         round_rows(model)
         for block in blocks:
             before = get_compiled_call(block)
-            self._calls_before.append(before)
+            self._undo.callback(set_compiled_call, block, before)
             run = before if before is not None else functools.partial(call_plainly, block)
             call = functools.partial(_call_block, weakref.ref(self), block, run)
             set_compiled_call(block, call)
 
     def _find_whether_chained(self) -> bool:
         """Whether nothing but blocks touches hidden states: no pixels are added to some."""
-        find_text: Any = getattr(getattr(self._model, "config", None), "get_text_config", None)
-        is_text = find_text is not None and find_text() is self._model.config
+        find_text: Any = getattr(getattr(self.model, "config", None), "get_text_config", None)
+        is_text = find_text is not None and find_text() is self.model.config
         size = sum(parameter.nbytes for parameter in self._parameters)
         return (
             is_text
             and size <= self.most_chained
-            and all(runs_in_library_code(self._model, name) for name in self._names)
+            and all(runs_in_library_code(self.model, name) for name in self._names)
         )
 
     @property
     def _skips_by_chance(self) -> bool:
         """Whether the last pass may have skipped blocks (LayerDrop), and the next one others."""
         try:
-            self._host_numbers.count_unused(count_unused_numbers(self._model))
+            self._host_numbers.count_unused(count_unused_numbers(self.model))
         except NotRepeatableError:
             return True
         return False
@@ -186,91 +160,66 @@ class BlockGraphs:
         """For how many sizes blocks are replayed."""
         return max((stack.count for stack in self._all_stacks), default=0)
 
-    @property
-    def description(self) -> str:
-        """What is replayed."""
-        return f"the {len(self.blocks)} blocks"
-
     def close(self) -> None:
         """Let blocks run as they did before."""
-        self.give_up("the engine is closed")
-        for block, before in zip(self.blocks, self._calls_before, strict=False):
-            set_compiled_call(block, before)
-        self._calls_before = []
+        super().close()
+        self._undo.close()
 
     @contextmanager
     def passing(self, *, begins: bool = True) -> Iterator[None]:
         """Inside, the forward pass of a micro-batch runs or goes on; a backward pass follows."""
-        if begins:
-            self.begin()
-        self._is_running = self.problem is None
         try:
-            yield
+            with super().passing(begins=begins):
+                yield
         except BaseException:
             self._following = None  # it says itself why the rest was not called
             raise
         finally:
-            self._is_running = False
-            for stack in self._all_stacks:
-                stack.forget_tensors()
+            self._notes.forget_tensors()
+            if self._notes.calls:
+                self._notes.code = self._code.examination.describe()
         self._check_all_called()
 
     def begin(self) -> None:
         """Record what the last pass has noted: another one begins."""
         self._check_all_called()
-        self._number += 1
+        super().begin()
         for stack in self._all_stacks:
-            last = stack.end_pass()
-            if last is not None and last.notes is not None and self.problem is None:
-                self._record(stack, last, last.notes)
-        self._host_numbers = HostNumbers(has_device=self._device.type != "cpu")
+            last, stack.current = stack.current, None
+            if last is not None and last.is_noted and self.problem is None:
+                self._record(stack, last)
+        self._notes = Notes(self.device)
+        self._host_numbers = HostNumbers(has_device=self.device.type != "cpu")
         self.calls.clear()
-
-    def end(self) -> None:
-        """What the forward pass has left for its backward pass is gone."""
-        self._number += 1
 
     def _check_all_called(self) -> None:
         following, self._following = self._following, None
         if following is not None:
             raise SkippedBlocksError
 
-    def is_replayed(self, block: nn.Module) -> bool:
-        """Whether a block that is called now may be replayed."""
-        # A checkpoint runs the block once more, and wants the same tensors saved.
-        return self._is_running and may_record()
-
-    def record_all(
-        self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
-    ) -> Sequence[Recorded]:
-        """Record chains that follow each other; ``before`` is the state in which each begins."""
-        recorded = [
-            RecordedBlock(
-                chain, capture, self._gradients, before, rounding=self.rounding,
-                forbids_reads=not self._compiles,
-            )
-            for chain in chains
-        ]  # fmt: skip
-        for block in reversed(recorded):
-            block.record_backward()
-        for block in recorded:
-            block.release()
-        return recorded
-
-    def _record(self, stack: Stack, last: StackPass, notes: Notes) -> None:
+    def _record(self, stack: Stack, last: StackPass) -> None:
         """Record the calls that the last pass has noted."""
-        now = get_numbers(self._device)
-        before = Snapshot(self._code.examination.list_tensors(), self._device)
-        may_chain = self._may_chain and not last.kept and not self._skips_by_chance
-        chains = build_chains(notes.calls, are_linked=may_chain)
-        last.notes = None
+        now = get_numbers(self.device)
+        before = self._code.take_snapshot(self.device)
+        places = hash_places(self._parameters)  # what is recorded reads weights here
+        noted = (call for call in self._notes.calls if self._stacks[call.key.block] is stack)
+        calls = [call for call in noted if call.key.view.places == places]
+        # What is recorded computes with the code's state of now.
+        code, seen = self._code.examination.describe(), {call.key.view.code for call in calls}
+        if len(seen) > 1 or self._notes.code != code:
+            calls = [call for call in calls if call.key.view.code == code]
+        if not calls:
+            stack.forget(last)
+            return
+        may_chain = self._may_chain and not self._skips_by_chance
+        chains = build_chains(calls, are_linked=may_chain)
         try:
-            last.keep(chains, self.record_all(chains, stack.capture, before))
+            last.keep(chains, self.record(chains, stack.capture, before))
         except Exception as error:
             # Whatever it is, the blocks themselves run next: if they fail, too, the user sees that.
             self.give_up(describe_error(error))
             before.restore()
-        set_numbers(now, self._device)
+        set_numbers(now, self.device)
 
     def call(
         self, block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -281,7 +230,7 @@ class BlockGraphs:
         call = read_call(args, kwargs)
         following, self._following = self._following, None
         if following is not None and (call is None or not following.expects(block, call)):
-            args, kwargs = following.recover(args, kwargs, self._device)
+            args, kwargs = following.recover(args, kwargs, self.device)
             return run(*args, **kwargs)
         if following is not None:
             self._following = following.step()
@@ -295,53 +244,54 @@ class BlockGraphs:
             except NotRepeatableError as problem:
                 self.give_up(str(problem))
                 return run(*args, **kwargs)
+        if self._view is None:
+            return run(*args, **kwargs)
+        if stack.current is None:
+            stack.current = self._choose(stack, call, self._view)
         current = stack.current
-        if current is None:
-            current = stack.current = self._choose(stack, call)
-        if (self._kept, self._places) != (current.kept, current.places):
-            return run(*args, **kwargs)  # changed between two calls of the model
-        for other in self._all_stacks:
-            if other is not stack:
-                other.end_chain()
         self.calls[block] += 1
-        key = (block, self.calls[block], call.form, self._described)
-        if current.notes is not None:
-            if self.calls[block] > _MOST_CALLS:
-                return run(*args, **kwargs)
-            return current.notes.run(key, block, run, call)
+        key = CallKey(block, self.calls[block], call.form, self._view)
+        if current.is_noted and self.calls[block] <= _MOST_CALLS:
+            return self._notes.run(key, run, call, is_linked=self._continues(stack))
+        self._notes.end_chain()
         found = current.find(key)
         if found is None:
             return run(*args, **kwargs)
         chain, recorded, may_go_back = found
         self._code.note_replay()
-        number, numbers = self._number, get_numbers(self._device)
-        output = recorded.replay(call, numbers, lambda: number == self._number and may_go_back())
-        if current.kept:
+        numbers = get_numbers(self.device)
+        output = self.replay(recorded, call, numbers, may_go_back)
+        if self._view.kept:
             run_forward_hooks(block, args, output)
         self._following = Following.start(chain, call, output, numbers)
         return output if self._following is None else chain.stand_in
+
+    def _continues(self, stack: Stack) -> bool:
+        """Whether a call may continue the chain of the call that was noted last."""
+        if not self._notes.calls or self._view is None or self._view.kept:
+            return False
+        last = self._notes.calls[-1].key
+        return self._stacks[last.block] is stack and last.view == self._view
 
     def _look(self) -> None:
         """See what this call of the model depends on; raises if nothing may be replayed."""
         # Hooks on parameters would run twice: inside a graph, too.
         self._code.check_hooks(self._parameters if self.learns else ())
-        self._described = describe_mode(self._device), self._code.describe()
-        self._places = hash_places(self._parameters)
+        code, places = self._code.describe(), hash_places(self._parameters)
         is_whole = all(getattr(above, name) is below for above, name, below in self._ways)
         # Otherwise, something stands in a block's place.
-        self._kept = self._code.find_kept(self._block_set) if is_whole else None
+        kept = self._code.find_kept(self._block_set) if is_whole else None
+        self._view = None if kept is None else View(code, places, describe_mode(self.device), kept)
 
-    def _choose(self, stack: Stack, call: BlockCall) -> StackPass:
+    def _choose(self, stack: Stack, call: BlockCall, view: View) -> StackPass:
         """The recordings of a stack for this pass, by its first block."""
-        if self._kept is None:
-            return StackPass()
-        if self._places != self._recorded_places:  # weights were moved, frozen or unfrozen
+        if view.places != self._places:  # weights were moved, frozen or unfrozen
             self._forget_recordings()
-            self._recorded_places = self._places
-        fresh = StackPass(kept=self._kept, places=self._places)
-        key = (call.form, self._described, self._kept)
+            self._places = view.places
         # The first pass may still set things up.
-        return stack.choose(key, fresh, self._device, call, may_record=self._number > 1)
+        return stack.choose(
+            (call.form, view), is_rounded=call.is_rounded, may_record=self._number > 1
+        )  # fmt: skip
 
     def _forget_recordings(self) -> None:
         for stack in self._all_stacks:
@@ -349,6 +299,5 @@ class BlockGraphs:
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""
-        self.problem = self.problem or problem
-        self._is_running = False
+        super().give_up(problem)
         self._forget_recordings()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,26 @@ from torch import Tensor, nn
 from rapidformer.accel.attention.kernel_scope import use_kernels
 from rapidformer.accel.attention.own_code.scores import compute_all
 from rapidformer.accel.cuda_graph.block_calls import BlockCall, StaticCall
-from rapidformer.accel.cuda_graph.passes import set_numbers
+from rapidformer.accel.cuda_graph.snapshot import set_numbers
 from rapidformer.accel.later import note_mode
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
+from rapidformer.models.side_effects.examination import Description
 
 _PREVIOUS = -1
+
+
+class View(NamedTuple):
+    """What blocks see when their model is called, besides their arguments."""
+
+    code: Description
+    """What their code depends on."""
+    places: int
+    """Where their weights are."""
+    mode: Hashable
+    """In which precision they compute."""
+    kept: frozenset[str]
+    """Which of their outputs transformers keeps."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +47,23 @@ class _Link:
     number: int
 
 
+class CallKey(NamedTuple):
+    """Which call of a block a recording replays."""
+
+    block: nn.Module
+    number: int
+    """Of the block's calls in this pass."""
+    form: Hashable
+    view: View
+
+
 @dataclass(frozen=True)
 class NotedCall:
     """A block's call as it was seen."""
 
-    key: Hashable
-    block: nn.Module
+    key: CallKey
     run: Callable[..., Any]
-    static: StaticCall
+    static: StaticCall | None
     constants: Hashable
     template: Any
     """Its arguments with links in them; None if some come from elsewhere."""
@@ -54,19 +77,23 @@ class Notes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.calls: list[NotedCall] = []
+        self.code: Description | None = None
+        """What the blocks' code depended on at the last look."""
         self._statics: dict[int, tuple[Any, Any]] = {}
         self._values: list[Any] = []
         """The arguments of the first block of the current chain."""
         self._previous: Any = None
 
-    def run(self, key: Hashable, block: nn.Module, run: Callable[..., Any], call: BlockCall) -> Any:
-        """Run a call as it is, and note it."""
+    def run(
+        self, key: CallKey, run: Callable[..., Any], call: BlockCall, *, is_linked: bool
+    ) -> Any:
+        """Run a call as it is, and note it; maybe as one that continues a chain."""
         known = {id(value): number for number, value in enumerate(self._values)}
         links = [
             _PREVIOUS if value is self._previous else known.get(id(value)) for value in call.values
         ]
         template = None
-        if self._previous is not None and _PREVIOUS in links and None not in links:
+        if is_linked and _PREVIOUS in links and None not in links:
             numbers = iter(links)
             template = tree_map_only(
                 (Tensor, RowMask), lambda _: _Link(next(numbers) or 0), (call.args, call.kwargs)
@@ -75,11 +102,9 @@ class Notes:
             self._values = call.values
         static = StaticCall(call, self._statics)
         own = [link or 0 for link in links]
-        self.calls.append(
-            NotedCall(
-                key, block, run, static, call.constants, template, own, note_mode(self._device)
-            )
-        )  # fmt: skip
+        mode = note_mode(self._device)
+        self.calls.append(NotedCall(key, run, static, call.constants, template, own, mode))
+        self.code = key.view.code
         output = run(*call.args, **call.kwargs)
         self._previous = output if type(output) is Tensor else None
         return output
@@ -88,7 +113,7 @@ class Notes:
         """Something else runs before the next call."""
         self._previous = None
 
-    def forget(self) -> None:
+    def forget_tensors(self) -> None:
         """Let go of the tensors of this pass."""
         self._statics, self._values, self._previous = {}, [], None
 
@@ -97,9 +122,10 @@ class Chain:
     """Calls of which each gets the output of the one before it."""
 
     def __init__(self, calls: Sequence[NotedCall]) -> None:
-        self.calls = calls
         self.key, self.static = calls[0].key, calls[0].static
-        self.modules = self.blocks = [call.block for call in calls]
+        self.calls = [replace(call, static=None) for call in calls]
+        """What later ones were called with is not needed any more."""
+        self.modules = self.blocks = [call.key.block for call in calls]
         self.parameters = [
             parameter
             for parameter in nn.ModuleList(self.blocks).parameters()
@@ -172,7 +198,7 @@ class Following:
         """Whether this is the next call of the chain."""
         noted, first = self.chain.calls[self.position], self.call.values
         return (
-            noted.block is block
+            noted.key.block is block
             and noted.constants == call.constants
             and len(noted.links) == len(call.values)
             and all(

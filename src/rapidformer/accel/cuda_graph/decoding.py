@@ -17,13 +17,9 @@ from torch import Tensor
 
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.cuda_graph.block_calls import write
-from rapidformer.accel.cuda_graph.recorder import (
-    MARGIN,
-    CudaCapture,
-    choose_rounding,
-    describe_error,
-    measure_differences,
-)
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.comparing import check_replay
+from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import call_plainly, get_compiled_call, set_compiled_call
 from rapidformer.compat.transformers_models import (
@@ -129,10 +125,11 @@ class _Tokens:
             length.copy_(value)  # the same token again: its keys and values are written twice
         outputs = self._run(**kwargs)
         if problem is None:
-            rounding = choose_rounding(is_16_bit=outputs.logits.dtype != torch.float32)
-            difference = max(measure_differences(replayed, [outputs.logits]))
-            if not difference <= MARGIN * rounding:
-                problem = f"a replay gave other logits (by {difference:.1e}, relative)"
+            is_16_bit = outputs.logits.dtype != torch.float32
+            try:
+                check_replay(replayed, [outputs.logits], "logits", is_16_bit=is_16_bit)
+            except NotRepeatableError as difference:
+                problem = str(difference)
         if problem is not None:
             say_once(f"tokens are generated without a CUDA graph: {problem}")
             self._is_off = True

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.comparing import are_close
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
-from rapidformer.accel.cuda_graph.recorder import CudaCapture, describe_error
 from rapidformer.accel.unpad.rows import NO_SIZES, Sizes
 from rapidformer.compat.torch_tensors import copy_all, multiply_all
 from rapidformer.dist.collectives import gather_objects, max_over_replicas
@@ -39,12 +40,10 @@ Gradients = Sequence[Tensor | None]
 class Finishing:
     """Measures and clips the gradients of an update, and updates the weights."""
 
-    def __init__(
-        self, capture: CudaCapture, parameters: Sequence[nn.Parameter], device: torch.device
-    ) -> None:
+    def __init__(self, capture: CudaCapture, parameters: Sequence[nn.Parameter]) -> None:
         """``parameters`` are those that are updated, and gradients are in their order."""
         self._capture, self.parameters = capture, parameters
-        self._factor = torch.ones((), device=device)
+        self._factor = torch.ones((), device=capture.device)
         self._gradients: Gradients = []
         self._places: Gradients = []
         self._mesh: DeviceMesh | None = None
@@ -153,20 +152,16 @@ class Finishing:
                 calls = [measure, lambda: sum_over_mesh(squares[0], self._mesh), update]
             calls[-1]()
         [expected] = sum_all_squares(self._held).values()
-        _check(float(norms[0]), math.sqrt(float(expected)))
+        mine, theirs = float(norms[0]), math.sqrt(float(expected))
+        if not are_close(mine, theirs, _ROUNDING):
+            text = f"replaying an update gave the norm {mine:.6g} instead of {theirs:.6g}"
+            raise NotRepeatableError(text)
         return calls, norms[0]
 
 
 def _are_alike(gradients: Gradients, others: Gradients) -> bool:
     """Whether the same parameters have gradients."""
     return [g is None for g in gradients] == [g is None for g in others]
-
-
-def _check(mine: float, expected: float) -> None:
-    is_same = math.isclose(mine, expected, rel_tol=_ROUNDING)
-    if not is_same and not (math.isnan(mine) and math.isnan(expected)):
-        text = f"replaying an update gave the norm {mine:.6g} instead of {expected:.6g}"
-        raise NotRepeatableError(text)
 
 
 def agree(

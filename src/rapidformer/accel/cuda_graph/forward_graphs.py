@@ -6,27 +6,23 @@ number of tokens is rounded up, and a few graphs serve all batches.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs
-from rapidformer.accel.cuda_graph.chains import Chain
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.filling import prove_filling
-from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
-from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs, ModelPasses
-from rapidformer.accel.cuda_graph.passes import Snapshot
-from rapidformer.accel.cuda_graph.recorded_block import Recordable
-from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
-from rapidformer.accel.cuda_graph.stacks import Recorded
+from rapidformer.accel.cuda_graph.inputs import Inputs, read_inputs
+from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
+from rapidformer.accel.cuda_graph.pieces import Pieces
+from rapidformer.accel.cuda_graph.recorded_block import Recordable, RecordedForward
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.unpad.unpadding import is_library_code
-from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.log import get_logger, say_once
 
 
@@ -39,98 +35,46 @@ def apply(assembly: Assembly) -> str | None:
     if is_frozen or not blocks:
         return None
     prove_filling(model, plan, assembly.precision.dtype)
-    is_16_bit = assembly.precision.dtype is not None
-    graphs = ForwardModel(model, blocks, device, CudaCapture(device), is_16_bit=is_16_bit)
+    capture = CudaCapture(device, is_16_bit=assembly.precision.dtype is not None)
+    graphs = ForwardModel(model, blocks, capture)
     assembly.applied.on_close(graphs.close)
     if graphs.of_blocks is not None and graphs.of_blocks.problem is not None:
         return None
     return "the model or its blocks are replayed as CUDA graphs"
 
 
-class ForwardModel(ModelGraphs):
-    """The graphs of a model's forward pass, in evaluation, or else those of its blocks."""
+class _Evaluated(Pieces):
+    """Nothing learns, and calls that do are not replayed."""
 
-    most_weights, most_sizes = math.inf, 32
+    learns = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: Sequence[nn.Module],
-        device: torch.device,
-        capture: CudaCapture,
-        *,
-        is_16_bit: bool,
-    ) -> None:
-        super().__init__(model, (), device, capture, is_16_bit=is_16_bit, compiles=False)
-        self._blocks, self._is_16_bit = blocks, is_16_bit
-        self.of_blocks: ForwardGraphs | None = None
-        """What replays the blocks, if the model is not."""
-        if self.problem is not None:
-            self._replay_blocks()
-
-    def is_replayed(self) -> bool:
-        """Whether the model may be replayed if it is called now."""
-        is_learning = torch.is_grad_enabled() or self.model.training
-        return self.problem is None and not is_learning
-
-    def begin_call(self) -> None:
-        """Each call is a pass of its own."""
-        self.begin()
-
-    def read(self, kwargs: dict[str, Any]) -> Inputs | None:
-        """The inputs of a call; code of the user's own may return something of their width."""
-        return read_inputs(self.model, kwargs, widens=is_library_code(self.model))
-
-    def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
-        """It was found out that more padding changes nothing, or it would not be added."""
+    def is_replayed(self, called: nn.Module) -> bool:
+        """Whether the model, or a block of it, may be replayed if it is called now."""
+        if self.problem is not None or torch.is_grad_enabled() or called.training:
+            return False
+        if self.is_first(called):
+            self.begin()
         return True
 
-    def record(self, passes: ModelPasses, before: Snapshot) -> Recorded:
-        """Record the forward pass."""
-        with without_cast_cache():
-            return _Forward(passes, self.capture, before, MARGIN * self.rounding)
+    def is_first(self, called: nn.Module) -> bool:
+        """Whether a forward pass begins with this call."""
+        return True
 
-    def give_up(self, problem: str) -> None:
-        """Replay blocks from now on."""
-        super().give_up(problem)
-        get_logger().debug("the model is not replayed as a CUDA graph: %s", problem)
-        self._replay_blocks()
-
-    def _replay_blocks(self) -> None:
-        self.of_blocks = ForwardGraphs(
-            self.model, self._blocks, self.device, self.capture,
-            is_16_bit=self._is_16_bit, compiles=False,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """Let the model run as it did before."""
-        super().close()
-        if self.of_blocks is not None:
-            self.of_blocks.close()
-        self.capture.close()
+    def record(
+        self, parts: Sequence[Recordable], capture: CudaCapture, before: Snapshot
+    ) -> Sequence[RecordedForward]:
+        """Record forward passes that follow each other."""
+        return [RecordedForward(part, capture, before) for part in parts]
 
 
-class ForwardGraphs(BlockGraphs):
+class ForwardGraphs(_Evaluated, BlockGraphs):
     """The graphs of all blocks of a model, in evaluation. A pass begins with the first block."""
 
     most_chained = math.inf
-    learns = False
 
-    def is_replayed(self, block: nn.Module) -> bool:
-        """Whether a block that is called now may be replayed."""
-        if torch.is_grad_enabled() or block.training:
-            return False
-        if block is self.blocks[0] or self.calls[block]:
-            self.begin()
-        return self.problem is None
-
-    def record_all(
-        self, chains: Sequence[Chain], capture: CudaCapture, before: Snapshot
-    ) -> Sequence[_Forward]:
-        """Record chains that follow each other."""
-        limit = MARGIN * self.rounding
-        with without_cast_cache():
-            return [_Forward(chain, capture, before, limit) for chain in chains]
+    def is_first(self, called: nn.Module) -> bool:
+        """Whether a forward pass begins with this call."""
+        return called is self.blocks[0] or bool(self.calls[called])
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""
@@ -144,30 +88,31 @@ class ForwardGraphs(BlockGraphs):
         super().close()
 
 
-class _Forward:
-    """The forward pass of a chain of blocks, or of a model, as a graph."""
+class ForwardModel(_Evaluated, ModelGraphs):
+    """The graphs of a model's forward pass, in evaluation, or else those of its blocks."""
 
-    def __init__(
-        self, chain: Recordable, capture: CudaCapture, before: Snapshot, limit: float
-    ) -> None:
-        self._static = chain.static
-        run = functools.partial(chain.run, *self._static.args, **self._static.kwargs)
-        with self._static.shifted():
-            expected = capture.warm_up(run, forbids_reads=True)
-        before.host_numbers.count_unused(0)
-        self._output, self._replay = capture.record(run)
-        with self._static.shifted():
-            self._replay()
-        mine, theirs = ([x for x in tree_leaves(o) if isinstance(x, Tensor)] for o in
-                        (self._output, expected))  # fmt: skip
-        difference = max(measure_differences(mine, theirs), default=0.0)
-        if not difference <= limit:
-            raise NotRepeatableError(
-                f"a replay gave other outputs than running it (by {difference:.1e}, relative)"
-            )
+    most_weights, most_sizes = math.inf, 32
+    of_blocks_kind = ForwardGraphs
 
-    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
-        """The output of this call."""
-        self._static.fill(call)
-        self._replay()
-        return tree_map_only(Tensor, torch.clone, self._output)
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:
+        super().__init__(model, (), blocks, capture)
+        self.choose()
+
+    def read(self, kwargs: dict[str, Any]) -> Inputs | None:
+        """The inputs of a call; code of the user's own may return something of their width."""
+        return read_inputs(self.model, kwargs, widens=is_library_code(self.model))
+
+    def may_change(self, kwargs: dict[str, Any], inputs: Inputs | None) -> bool:
+        """It was found out that more padding changes nothing, or it would not be added."""
+        return True
+
+    def give_up(self, problem: str) -> None:
+        """Replay blocks from now on."""
+        super().give_up(problem)
+        get_logger().debug("the model is not replayed as a CUDA graph: %s", problem)
+        self.choose()
+
+    def close(self) -> None:
+        """Let the model run as it did before."""
+        super().close()
+        self.capture.close()

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
-from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
+from rapidformer.accel.cuda_graph.block_graphs import hash_places
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.finishing import Finishing, agree
 from rapidformer.accel.cuda_graph.inputs import Inputs, NotRepeatableError, read_inputs
 from rapidformer.accel.cuda_graph.model_graphs import ModelGraphs
@@ -31,16 +31,11 @@ from rapidformer.accel.cuda_graph.passes import (
     Passes,
     Request,
     RunForward,
-    Snapshot,
-    count_unused_numbers,
 )
-from rapidformer.accel.cuda_graph.recorder import (
-    CudaCapture,
-    RecordedPasses,
-    Recorder,
-    describe_error,
-)
+from rapidformer.accel.cuda_graph.pieces import Pieces
+from rapidformer.accel.cuda_graph.recorder import RecordedPasses, Recorder
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import Snapshot, count_unused_numbers
 from rapidformer.accel.cuda_graph.stacks import pays
 from rapidformer.accel.cuda_graph.widths import MANY_TOKENS, Widths
 from rapidformer.accel.sharding.placed_weights import PlacedWeights
@@ -79,20 +74,17 @@ class GraphedPasses:
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        device: torch.device,
         capture: CudaCapture,
         count_labels: Callable[[MicroBatch], float],
         *,
         is_asked: bool,
-        is_16_bit: bool,
-        compiles: bool,
         work: ModelWork | None,
         topology: Topology,
         exchange: Exchange | None,
         blocks: Sequence[nn.Module] = (),
     ) -> None:
-        self._blocks, self._is_16_bit, self._compiles = blocks, is_16_bit, compiles
-        self._model, self._parameters, self._device = model, parameters, device
+        self._model, self._parameters, self._blocks = model, parameters, blocks
+        self._device = capture.device
         self._count_labels, self._is_asked, self._work = count_labels, is_asked, work
         self._capture, self._topology, self._exchange = capture, topology, exchange
         self.placed = exchange if isinstance(exchange, PlacedWeights) else None
@@ -100,10 +92,10 @@ class GraphedPasses:
         updated = self.placed.shards if self.placed is not None else parameters
         self._leaves = list(dict.fromkeys([*parameters, *updated]))
         """All that may get gradients: whole weights, and their shards."""
-        self.finishing = Finishing(capture, updated, device)
+        self.finishing = Finishing(capture, updated)
         """The update, unless it is part of the graph of the passes."""
-        self._recorder = Recorder(capture, is_16_bit=is_16_bit, compiles=compiles)
-        self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit)
+        self._recorder = Recorder(capture)
+        self._widths = Widths(model, parameters, self._device, is_16_bit=capture.is_16_bit)
         self._code: ReplayedCode
         self._graphs: dict[Hashable, RecordedPasses] = {}
         self._seen: set[int] = set()
@@ -117,7 +109,7 @@ class GraphedPasses:
         """Why no step is replayed any more; None while it may be."""
         self._has_ended = False
         """Whether every rank knows that none is."""
-        self._in_pieces: ModelGraphs | BlockGraphs | None = None
+        self._pieces: ModelGraphs | None = None
 
     @property
     def count(self) -> int:
@@ -126,15 +118,9 @@ class GraphedPasses:
         return len(self._graphs) if is_proven else 0
 
     @property
-    def in_pieces(self) -> ModelGraphs | BlockGraphs | None:
+    def in_pieces(self) -> Pieces | None:
         """Replays the model's passes, or else its blocks, if whole steps cannot be replayed."""
-        pieces = self._in_pieces
-        if self._blocks and isinstance(pieces, ModelGraphs) and pieces.problem is not None:
-            self._in_pieces = BlockGraphs(
-                self._model, self._blocks, self._device, self._capture,
-                is_16_bit=self._is_16_bit, compiles=self._compiles,
-            )  # fmt: skip
-        return self._in_pieces
+        return None if self._pieces is None else self._pieces.choose()
 
     @property
     def obstacle(self) -> str | None:
@@ -163,48 +149,6 @@ class GraphedPasses:
         """
         if self._has_ended:
             return None
-        outcome = self._run_agreed(run_forward, update, steps, graphed_update)
-        if outcome is None and self.placed is not None and not self._has_ended:
-            self.placed.use()
-        return outcome
-
-    def keep_to_pieces(self, problem: str) -> ModelGraphs | BlockGraphs | None:
-        """Stop replaying whole steps; returns what replays their parts, or None."""
-        if self.problem is None and self._blocks:
-            self.problem = problem
-            self._stop_whole_steps()
-            self._start_pieces()
-        return self.in_pieces
-
-    def give_up_pieces(self, problem: str) -> None:
-        """Stop replaying parts of steps, too."""
-        if self._in_pieces is not None:
-            self._blocks = ()
-            self._in_pieces.give_up(problem)
-
-    def _stop_whole_steps(self) -> None:
-        self._drop()
-        removal = find_fact(self._model, Removal)
-        if removal is not None:
-            removal.stop_yielding()
-
-    def sum_gradients(self, outcome: Outcome) -> list[Tensor | None] | None:
-        """The sums over all ranks, in the order of ``finishing.parameters``; None: there is one."""
-        if self._exchange is None:
-            return None
-        assert outcome.gradients is not None
-        pairs = zip(self._parameters, outcome.gradients, strict=True)
-        sums = self._exchange.sum_placed({p: g for p, g in pairs if g is not None})
-        return list(map(sums.get, self._parameters))
-
-    def _run_agreed(
-        self,
-        run_forward: RunForward,
-        update: Update,
-        steps: Sequence[Callable[..., Any]],
-        graphed_update: GraphedUpdate | None,
-    ) -> Outcome | None:
-        """The same, while any rank may replay."""
         request, inputs = None, list[Inputs | None]()
         try:
             if self.problem is None:
@@ -224,8 +168,43 @@ class GraphedPasses:
             return None
         if self.placed is not None:
             self.placed.gather()  # on all ranks: one that replays nothing runs the same exchange
-        if request is None:
+        outcome = None if request is None else self._run_rounded(request, inputs, least)
+        if outcome is None and self.placed is not None:
+            self.placed.use()
+        return outcome
+
+    def keep_to_pieces(self, problem: str) -> Pieces | None:
+        """Stop replaying whole steps; returns what replays their parts, or None."""
+        if self.problem is None and self._blocks:
+            self.problem = problem
+            self._stop_whole_steps()
+            self._start_pieces()
+        return self.in_pieces
+
+    def give_up_pieces(self, problem: str) -> None:
+        """Stop replaying parts of steps, too."""
+        if self._pieces is not None:
+            self._pieces.stop(problem)
+
+    def _stop_whole_steps(self) -> None:
+        self._drop()
+        removal = find_fact(self._model, Removal)
+        if removal is not None:
+            removal.stop_yielding()
+
+    def sum_gradients(self, outcome: Outcome) -> list[Tensor | None] | None:
+        """The sums over all ranks, in the order of ``finishing.parameters``; None: there is one."""
+        if self._exchange is None:
             return None
+        assert outcome.gradients is not None
+        pairs = zip(self._parameters, outcome.gradients, strict=True)
+        sums = self._exchange.sum_placed({p: g for p, g in pairs if g is not None})
+        return list(map(sums.get, self._parameters))
+
+    def _run_rounded(
+        self, request: Request, inputs: list[Inputs | None], least: Sizes
+    ) -> Outcome | None:
+        """The same, with the sizes that ranks have agreed on."""
         inputs = self._round(request, inputs, least)
         known = [item for item in inputs if item is not None]
         if len(known) < len(inputs):
@@ -246,7 +225,8 @@ class GraphedPasses:
         """What is to run; None if this update cannot be replayed."""
         if not self._recorder.is_warm:
             self._code = ReplayedCode(steps, self._model)
-            self._check(update)
+            if not self._is_asked:
+                self._check(update)
         if any(parameter.grad is not None for parameter in self._leaves):
             return None  # the gradients of this update are added to others
         weights = [self._count_labels(micro_batch) for micro_batch in update]
@@ -270,8 +250,8 @@ class GraphedPasses:
         self._drop()
         if self._exchange is not None:
             self._exchange.close_places()
-        if self._in_pieces is not None:
-            self._in_pieces.close()
+        if self._pieces is not None:
+            self._pieces.close()
         self._capture.close()
 
     def _drop(self) -> None:
@@ -282,10 +262,6 @@ class GraphedPasses:
         self, request: Request, inputs: list[Inputs | None], least: Sizes
     ) -> list[Inputs | None]:
         """The inputs of each micro-batch, with one of a few widths if the loss allows it."""
-
-        def take_snapshot() -> Snapshot:
-            return Snapshot(self._code.examination.list_tensors(), self._device)
-
         inputs = [
             item
             if item is not None and item.sizes == least
@@ -296,7 +272,7 @@ class GraphedPasses:
         if compiled is not None and any(item is None or item.is_rounded for item in inputs):
             compiled.expect_other_sizes()
         reads_tensors = self._code.examination.reads_tensors
-        if not reads_tensors and self._widths.may_change(request, inputs, take_snapshot):
+        if not reads_tensors and self._widths.may_change(request, inputs, self._code):
             return inputs
         return [
             read_inputs(self._model, micro_batch.batch, widens=False)
@@ -322,9 +298,9 @@ class GraphedPasses:
         is_new, is_first = hash(key) not in self._seen, not self._recorder.is_warm
         self._seen.add(hash(key))
         # A new size may never come again; but rounded ones are few, so the first of them will.
-        is_common = len(self._graphs) < _MOST_AT_ONCE and all(item.is_rounded for item in inputs)
-        is_rare = not all(item.is_rounded for item in inputs)
-        is_rare = is_rare and not pays(len(self._graphs), self._replays)
+        is_rounded = all(item.is_rounded for item in inputs)
+        is_common = is_rounded and len(self._graphs) < _MOST_AT_ONCE
+        is_rare = not is_rounded and not pays(len(self._graphs), self._replays)
         waits = is_full or is_rare or (is_new and not is_first and not is_common)
         if waits and not any(item.is_changed for item in inputs):
             return None  # the usual passes run with the same sizes
@@ -370,7 +346,7 @@ class GraphedPasses:
 
     def _try(self, work: Callable[[Snapshot], Outcome]) -> Outcome | None:
         """The result of ``work``; if it fails, None, with the state from before."""
-        before = Snapshot(self._code.examination.list_tensors(), self._device)
+        before = self._code.take_snapshot(self._device)
         try:
             outcome = work(before)
             if self.placed is not None and self.placed.have_gradients:
@@ -400,9 +376,7 @@ class GraphedPasses:
         return graph.outcome.copy(request.weights)
 
     def _check(self, update: Update) -> None:
-        """Refuse what is known beforehand not to be replayable, or not worth it."""
-        if self._is_asked:
-            return
+        """Refuse what is not worth it, or known beforehand not to be replayable."""
         info = update[0].info
         slots = info.slots or info.rows  # images have no tokens to count
         if self.is_long(slots, info.rows):
@@ -423,7 +397,4 @@ class GraphedPasses:
             self._start_pieces()
 
     def _start_pieces(self) -> None:
-        self._in_pieces = ModelGraphs(
-            self._model, self._parameters, self._device, self._capture,
-            is_16_bit=self._is_16_bit, compiles=self._compiles,
-        )  # fmt: skip
+        self._pieces = ModelGraphs(self._model, self._parameters, self._blocks, self._capture)

@@ -9,10 +9,10 @@ that the largest batch of the update needs, on any rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from rapidformer.accel.attention.kernel_scope import MULTIPLE
+from rapidformer.accel.cuda_graph.block_calls import shifting
 from rapidformer.accel.cuda_graph.columns import (
     Columns,
     choose_columns,
@@ -76,6 +77,8 @@ class Inputs:
     """What its tensors were padded to; none if they keep their widths."""
     fixed: FixedRows | None
     key: Hashable
+    trained: ClassVar[Sequence[Tensor]] = ()
+    """Those of its tensors that need a gradient."""
 
     @property
     def is_rounded(self) -> bool:
@@ -302,17 +305,18 @@ class PackedTensors:
 class StaticInputs:
     """A batch whose tensors keep their addresses."""
 
+    trained: Sequence[Tensor] = ()
+
     def __init__(self, inputs: Inputs, device: torch.device) -> None:
+        self.device = device
         self._packed = PackedTensors(inputs.list_arrays(), device)
         self._others = {name: t.to(device, copy=True) for name, t in inputs.others.items()}
         tensors = {**dict(zip(inputs.arrays, self._packed.tensors, strict=False)), **self._others}
         self._batch = map_tensors(inputs.batch, lambda name, tensor: tensors[name])
-        self._values = [
-            t for name, t in tensors.items() if name != "attention_mask" and t.dim()
-        ][:1]  # fmt: skip
+        others = (name for name, t in tensors.items() if name != "attention_mask" and t.dim())
+        names = [name for name in ("input_ids", *others) if name in tensors]
+        self._values = [tensors[name] for name in names[:1]]
         """A tensor that any values of its own kind may stand in: the tokens, as a rule."""
-        if "input_ids" in tensors:
-            self._values = [tensors["input_ids"]]
         rows = inputs.rows
         self._rows = None
         if rows is not None:
@@ -325,18 +329,18 @@ class StaticInputs:
         """A copy of the containers, since a forward step may add and remove entries."""
         return map_tensors(self._batch, lambda name, tensor: tensor)
 
-    @contextmanager
-    def shifted(self) -> Iterator[None]:
+    def shifted(self) -> AbstractContextManager[None]:
         """Inside, it is another batch: each row has the tokens of the one before it."""
-        values = [(tensor, tensor.clone()) for tensor in self._values]
-        # By ``data``: autograd may have saved them, and a graph's saved tensors change with them.
-        for tensor, value in values:
-            tensor.data.copy_(value.roll(1, 0) if len(value) > 1 else value.flip(-1))
-        try:
-            yield
-        finally:
-            for tensor, value in values:
-                tensor.data.copy_(value)
+        return shifting(self._values, lambda x: x.roll(1, 0) if len(x) > 1 else x.flip(-1))
+
+    @property
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The batch as a model's arguments."""
+        return (), self.batch
+
+    def read(self, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of another batch, to run it without a graph."""
+        return StaticInputs(inputs, self.device).arguments
 
     def fill(self, inputs: Inputs) -> None:
         """Copy in a batch with the same key."""

@@ -1,9 +1,7 @@
-"""Replay a model's passes, where the code around them must run in every step.
+"""Replay a model's forward pass and its backward pass as two graphs.
 
-A step that counts, prints or reads a value cannot be one graph. The call of its model can be two,
-of its forward and of its backward pass, while the step and the loss run as they are: to autograd,
-the call is one operation. That holds for models whose outputs do not have the width of a batch,
-such as classifiers. Of others, blocks are replayed (``block_graphs.py``).
+That holds for models whose outputs do not have the width of a batch, such as classifiers. Of
+others, blocks are replayed.
 
 As in whole steps, a batch runs with the same sizes whether it is replayed or not. All graphs share
 their memory, so one call of a forward pass is replayed, until the next forward pass begins.
@@ -11,81 +9,51 @@ their memory, so one call of a forward pass is replayed, until the next forward 
 
 from __future__ import annotations
 
-import functools
-import itertools
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.block_calls import describe_mode, may_record
-from rapidformer.accel.cuda_graph.block_graphs import hash_places
+from rapidformer.accel.cuda_graph.block_calls import describe_mode
+from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.inputs import (
     Inputs,
     NotRepeatableError,
     StaticInputs,
     read_inputs,
 )
-from rapidformer.accel.cuda_graph.passes import Request, Snapshot, get_numbers
-from rapidformer.accel.cuda_graph.recorded_block import GradientMemory, RecordedBlock
-from rapidformer.accel.cuda_graph.recorder import CudaCapture, choose_rounding, describe_error
+from rapidformer.accel.cuda_graph.passes import Request
+from rapidformer.accel.cuda_graph.pieces import Pieces, surround
+from rapidformer.accel.cuda_graph.recorded_block import RecordedForward
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
-from rapidformer.accel.cuda_graph.stacks import Recorded
+from rapidformer.accel.cuda_graph.snapshot import get_numbers
 from rapidformer.accel.cuda_graph.widths import Widths
 from rapidformer.accel.later import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
-from rapidformer.compat.torch_modules import get_tables
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.data.batch import NO_BATCH, count_rows
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
 from rapidformer.optim.gradients import take_gradients
-from rapidformer.overlay import extend, list_layers, remove
+from rapidformer.overlay import list_layers, remove
 
 _MOST_UNROUNDED = 4
 """With more sizes than these, blocks are better: they round up the number of tokens alone."""
-
-
-class _Batch:
-    """The arguments of a call at fixed places in memory, with the sizes that a graph has."""
-
-    args: tuple[Any, ...] = ()
-    trained: Sequence[Tensor] = ()
-
-    def __init__(self, inputs: Inputs, device: torch.device) -> None:
-        self.inputs, self._device = inputs, device
-
-    @functools.cached_property
-    def _static(self) -> StaticInputs:
-        return StaticInputs(self.inputs, self._device)
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        batch: dict[str, Any] = self._static.batch
-        return batch
-
-    def shifted(self) -> AbstractContextManager[None]:
-        """Inside, it is another batch."""
-        return self._static.shifted()
-
-    def fill(self, call: _Batch) -> None:
-        """Copy in another batch of the same sizes."""
-        self._static.fill(call.inputs)
 
 
 class ModelPasses:
     """A model on inputs of one size, in the precision that it is called in."""
 
     def __init__(
-        self, model: nn.Module, run: Callable[..., Any], static: _Batch,
-        parameters: Sequence[nn.Parameter], device: torch.device,
+        self, model: nn.Module, run: Callable[..., Any], static: StaticInputs,
+        parameters: Sequence[nn.Parameter],
     ) -> None:  # fmt: skip
         self.modules, self.static, self.parameters, self._run = [model], static, parameters, run
-        self._enter_mode, self._promises = note_mode(device), reads_no_padding()
+        self._enter_mode, self._promises = note_mode(static.device), reads_no_padding()
 
     def run(self, **kwargs: Any) -> Any:
         """Run the model; raises if a replay of that would not do the same."""
@@ -108,161 +76,120 @@ def _count_changes(batch: Any) -> list[int]:
     return [count_changes(t) for t in iterate_tensors(batch) if not t.is_inference()]
 
 
-class _Places:
-    """Which weights a model has, and where they are in memory: a graph is valid for these."""
+class ModelGraphs(Pieces):
+    """The graphs of a model's passes, in training, or else of its blocks."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._tables: list[dict[str, Any]] = []
-        self._known: Hashable = None
-        self.weights: list[nn.Parameter] = []
-
-    def have_changed(self) -> bool:
-        """Whether any were replaced, moved, frozen or unfrozen since the last time."""
-        if self._known == self._read():
-            return False
-        self._tables = [table for module in self._model.modules() for table in get_tables(module)]
-        self.weights = list(self._model.parameters())
-        self._known = self._read()
-        return True
-
-    def _read(self) -> Hashable:
-        members = itertools.chain.from_iterable(table.values() for table in self._tables)
-        return hash(tuple(map(id, members))), hash_places(self.weights)
-
-
-def _build_replayed(reference: weakref.ref[ModelGraphs], cls: Any) -> dict[str, Any]:
-    """The members of the overlay. A copy of the model has them, too: it must keep nothing alive."""
-
-    @functools.wraps(cls.forward)  # trainers read the signature
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        graphs = None if torch.compiler.is_compiling() else reference()
-        if graphs is None or self is not graphs.model:
-            return cls.forward(self, *args, **kwargs)
-        return graphs.call(*args, **kwargs)
-
-    return {"forward": forward}
-
-
-class ModelGraphs:
-    """The graphs of a model's passes, in training."""
-
+    description = "the model's passes"
     most_weights: float = 2**31
     """In bytes: gradients lie in memory twice."""
     most_sizes = 16
     """For how many sizes of a micro-batch a model is recorded."""
+    of_blocks_kind = BlockGraphs
 
     def __init__(
         self,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        device: torch.device,
+        blocks: Sequence[nn.Module],
         capture: CudaCapture,
-        *,
-        is_16_bit: bool,
-        compiles: bool,
     ) -> None:
-        self.model, self.device, self.capture = model, device, capture
-        self._places = _Places(model)
+        super().__init__(model, capture, ReplayedCode((), model))
+        self._blocks = blocks
+        self.of_blocks: BlockGraphs | None = None
+        """What replays the blocks, if the model is not replayed."""
+        self._weights: list[nn.Parameter] = []
+        self._places: Hashable = None
+        """Which weights there are, and where."""
         self.parameters: list[nn.Parameter] = []
         """The trainable ones."""
-        self._compiles, self.rounding = compiles, choose_rounding(is_16_bit=is_16_bit)
-        self._code = ReplayedCode((), model)
         self._described: Hashable = None
         """What the code depends on in this call."""
-        self._widths = Widths(model, parameters, device, is_16_bit=is_16_bit, warns=False)
-        self._gradients = GradientMemory(device)
-        self._recorded: dict[Hashable, Recorded] = {}
+        self._widths = Widths(
+            model, parameters, self.device, is_16_bit=capture.is_16_bit, warns=False
+        )
+        self._recorded: dict[Hashable, RecordedForward] = {}
         self._unrounded: set[int] = set()
         """Hashes of keys whose sizes are not of the few that batches are rounded up to."""
-        self.number = 0
-        self._is_running = self._has_run = self._is_known = False
-        self._run: Callable[..., Any] = model.forward
-        self.problem: str | None = None
-        """Why the model is not replayed; None while it may be."""
-        effect, size = self._code.examination.effect, sum(p.nbytes for p in model.parameters())
-        if effect is not None:
-            self.problem = str(effect)
-        elif size > self.most_weights:
-            self.problem = "it is large, so launching kernels costs little"
-        else:  # inside its hooks and autocast, which surround ``forward``
-            extend(model, "replay", functools.partial(_build_replayed, weakref.ref(self)))
+        self._has_run = self._is_known = False
+        self._run: Callable[..., Any]
+        if sum(parameter.nbytes for parameter in model.parameters()) > self.most_weights:
+            self.problem = self.problem or "it is large, so launching kernels costs little"
+        if self.problem is None:
+            surround(model, "replay", self)
 
     @property
     def count(self) -> int:
         """For how many sizes the model is replayed."""
         return len(self._recorded)
 
-    @property
-    def description(self) -> str:
-        """What is replayed."""
-        return "the model's passes"
-
-    def close(self) -> None:
-        """Let the model run as it did before."""
-        self._stop("the engine is closed")
+    def choose(self) -> Pieces:
+        """What may be replayed: the model's passes, or else its blocks."""
+        if self.problem is not None and self.of_blocks is None and self._blocks:
+            self.of_blocks = self.of_blocks_kind(self.model, self._blocks, self.capture)
+        return self if self.of_blocks is None else self.of_blocks
 
     def give_up(self, problem: str) -> None:
         """Run the model as it is from now on."""
-        self._stop(problem)
-
-    def _stop(self, problem: str) -> None:
         if self.problem is not None:
             return
-        self.problem, self._is_running = problem, False
+        super().give_up(problem)
         self.end()  # recordings of blocks use the same memory
         self._recorded.clear()
-        self._gradients, self.parameters = GradientMemory(self.device), []
+        self._gradients, self.parameters = {}, []
         if "replay" in list_layers(self.model):
             remove(self.model, "replay")
+
+    def stop(self, problem: str) -> None:
+        """Run the model and its blocks as they are from now on."""
+        chosen, self._blocks = self.choose(), ()
+        chosen.give_up(problem)
+
+    def close(self) -> None:
+        """Let the model run as it did before."""
+        self._blocks = ()
+        super().close()
+        if self.of_blocks is not None:
+            self.of_blocks.close()
 
     @contextmanager
     def passing(self, *, begins: bool = True) -> Iterator[None]:
         """Inside, the forward pass of a micro-batch runs or goes on; a backward pass follows."""
-        if begins:
-            self.begin()
-        self._is_running = self.problem is None
-        try:
+        with super().passing(begins=begins):
             yield
-        finally:
-            self._is_running = False
         if not self._has_run and not self._recorded:
             self.give_up("a step does not call it")
 
     def begin(self) -> None:
         """A forward pass begins."""
-        self.number += 1
+        super().begin()
         self._has_run = False
 
-    def end(self) -> None:
-        """What the forward pass has left for its backward pass is gone."""
-        self.number += 1
-
-    def begin_call(self) -> None:
-        """The model is called."""
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """The model's forward pass."""
-        if not self.is_replayed():
-            return self._run(*args, **kwargs)
-        self.begin_call()
+        if not self.is_replayed(self.model):
+            return run(*args, **kwargs)
+        self._run = run
         try:
-            if self._places.have_changed():
-                self._recorded.clear()
-                self.parameters = [p for p in self._places.weights if p.requires_grad]
+            self._look()
             self.check_call(args, kwargs)
-            self._described = self._code.describe()
             inputs = self.read(kwargs)
             if inputs is None:
-                return self._run(**kwargs)
+                return run(**kwargs)
             return self._replay(inputs) if self._is_known else self._run_first(inputs)
         except NotRepeatableError as problem:
             self.give_up(str(problem))
-        return self._run(*args, **kwargs)
+        return run(*args, **kwargs)
 
-    def is_replayed(self) -> bool:
-        """Whether the model may be replayed if it is called now."""
-        return self._is_running and may_record()
+    def _look(self) -> None:
+        """See what this call depends on; recordings for other weights are of no use."""
+        described = self._code.describe()
+        if described != self._described:  # weights may have been replaced
+            self._described, self._weights = described, list(self.model.parameters())
+        places = hash_places(self._weights), hash(tuple(map(id, self._weights)))
+        if places != self._places:
+            self._places = places
+            self._recorded.clear()
+            self.parameters = [p for p in self._weights if p.requires_grad]
 
     def check_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a call that a replay cannot replace."""
@@ -273,11 +200,11 @@ class ModelGraphs:
         if self._has_run:
             raise NotRepeatableError("it is called more than once in a step")
         self._has_run = True
-        self._code.check_hooks(self.parameters if torch.is_grad_enabled() else ())
+        self._code.check_hooks(self.parameters if self.learns else ())
 
     def _run_first(self, inputs: Inputs) -> Any:
         """The first pass, which may still set things up, with the sizes of later ones."""
-        before, output = self._take_snapshot(), self._run_sized(inputs)
+        before, output = self._code.take_snapshot(self.device), self._run_sized(inputs)
         if not inputs.is_changed:
             try:
                 check_output(output, inputs.batch)
@@ -293,9 +220,9 @@ class ModelGraphs:
         """Run the model without a graph, on a batch of the size that a graph has."""
         if not inputs.is_changed:
             return self._run(**inputs.batch)
-        before = self._take_snapshot()
+        before = self._code.take_snapshot(self.device)
         try:
-            return _run_checked(self._run, _Batch(inputs, self.device).kwargs)
+            return _run_checked(self._run, StaticInputs(inputs, self.device).batch)
         except NotRepeatableError:
             before.restore()
             raise
@@ -313,13 +240,10 @@ class ModelGraphs:
         request = Request(self._run_compared, Update((batch,)), [1.0], self._described, None)
         held = take_gradients(self.parameters)  # of other micro-batches
         try:
-            return self._widths.may_change(request, [inputs], self._take_snapshot)
+            return self._widths.may_change(request, [inputs], self._code)
         finally:
             for parameter, gradient in zip(self.parameters, held, strict=True):
                 parameter.grad = gradient
-
-    def _take_snapshot(self) -> Snapshot:
-        return Snapshot(self._code.examination.list_tensors(), self.device)
 
     def _run_compared(self, micro_batch: MicroBatch) -> MicroBatchResult:
         """All that the model returns as one number: do more columns change it?"""
@@ -342,29 +266,19 @@ class ModelGraphs:
             self._recorded[key] = self._record(inputs)
         else:
             self._code.note_replay()
-        call, number, numbers = _Batch(inputs, self.device), self.number, get_numbers(self.device)
-        return self._recorded[key].replay(call, numbers, lambda: number == self.number)
+        numbers = get_numbers(self.device)
+        return self.replay(self._recorded[key], inputs, numbers, lambda: True)
 
-    def _record(self, inputs: Inputs) -> Recorded:
-        static, before = _Batch(inputs, self.device), self._take_snapshot()
-        passes = ModelPasses(self.model, self._run, static, self.parameters, self.device)
+    def _record(self, inputs: Inputs) -> RecordedForward:
+        static, before = StaticInputs(inputs, self.device), self._code.take_snapshot(self.device)
+        passes = ModelPasses(self.model, self._run, static, self.parameters)
         try:
-            return self.record(passes, before)
+            return self.record([passes], self.capture, before)[0]
         except Exception as error:
             # Whatever it is, the model itself runs next: if it fails, too, the user sees that.
             raise NotRepeatableError(describe_error(error)) from None
         finally:
             before.restore()
-
-    def record(self, passes: ModelPasses, before: Snapshot) -> Recorded:
-        """Record passes; ``before`` is the state in which they begin."""
-        recorded = RecordedBlock(
-            passes, self.capture, self._gradients, before, rounding=self.rounding,
-            forbids_reads=not self._compiles,
-        )  # fmt: skip
-        recorded.record_backward()
-        recorded.release()
-        return recorded
 
 
 def check_output(output: Any, batch: Mapping[str, Any]) -> None:

@@ -7,69 +7,47 @@ not known.
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from rapidformer.accel.cuda_graph.graphs import LONG, GraphedPasses
+from rapidformer.accel.cuda_graph.pieces import surround
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.log import say_once
-from rapidformer.overlay import extend, list_layers, remove
+from rapidformer.overlay import list_layers, remove
 
 _PROBLEM = "the loop around the model is your own"
-
-
-def _build_passing(reference: weakref.ref[OwnLoop], cls: Any) -> dict[str, Any]:
-    """The members of the overlay. A copy of the model has them, too: it must keep nothing alive."""
-
-    @functools.wraps(cls.forward)  # trainers read the signature
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile cannot trace weak references.
-        loop = None if torch.compiler.is_compiling() else reference()
-        run: Callable[..., Any] = functools.partial(cls.forward, self)
-        if loop is None or not loop.is_followed(self):
-            return run(*args, **kwargs)
-        with loop.passing((args, kwargs)):
-            return run(*args, **kwargs)
-
-    return {"forward": forward}
 
 
 class OwnLoop:
     """Tells the graphs of a model when a forward pass begins and ends."""
 
     def __init__(self, model: nn.Module, graphs: GraphedPasses) -> None:
-        self._model, self._graphs = model, graphs
+        self.model, self._graphs = model, graphs
         self._is_training, self._is_over, self._is_inside = model.training, True, False
         self._has_begun = self._is_said = False
         if graphs.keep_to_pieces(_PROBLEM) is not None:
-            extend(model, "passes", functools.partial(_build_passing, weakref.ref(self)))
+            surround(model, "passes", self)
 
-    def is_followed(self, called: nn.Module) -> bool:
-        """Whether a call may be replayed: a training call of the model itself, not of a copy."""
-        is_same = called is self._model and called.training == self._is_training
-        return is_same and torch.is_grad_enabled() and not self._is_inside
-
-    @contextmanager
-    def passing(self, inputs: Any) -> Iterator[None]:
-        """Inside, a call of the model by the loop is running."""
+    def call(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call of the model by the loop; one in another mode runs as it is."""
+        is_same = self.model.training == self._is_training and torch.is_grad_enabled()
+        if not is_same or self._is_inside:
+            return run(*args, **kwargs)
         if not self._has_begun:
             self._has_begun = True
-            self._check_size(inputs)
+            self._check_size((args, kwargs))
         pieces = self._graphs.in_pieces
         if pieces is None or pieces.problem is not None:
-            yield
-            return
+            return run(*args, **kwargs)
         begins, self._is_over = self._is_over, False
         self._is_inside = True
         try:
             with pieces.passing(begins=begins):
-                yield
+                return run(*args, **kwargs)
         except BaseException:
             self._is_over = True  # a script that goes on calls the model anew
             raise
@@ -85,7 +63,7 @@ class OwnLoop:
 
     def end_pass(self) -> None:
         """A backward pass has run: the next call begins another forward pass."""
-        self._is_over, self._is_training = True, self._model.training
+        self._is_over, self._is_training = True, self.model.training
         pieces = self._graphs.in_pieces
         if pieces is None or self._is_said:
             return
@@ -98,5 +76,5 @@ class OwnLoop:
 
     def close(self) -> None:
         """Let the model run as it did before."""
-        if "passes" in list_layers(self._model):
-            remove(self._model, "passes")
+        if "passes" in list_layers(self.model):
+            remove(self.model, "passes")

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import without_cast_cache
+from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.accel.cuda_graph.comparing import check_replay
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
-from rapidformer.accel.cuda_graph.passes import Snapshot, get_numbers, set_numbers
-from rapidformer.accel.cuda_graph.recorder import MARGIN, CudaCapture, measure_differences
+from rapidformer.accel.cuda_graph.snapshot import Snapshot, get_numbers, set_numbers
 from rapidformer.compat.torch_dispatch import tree_leaves, tree_map_only
 from rapidformer.compat.torch_modules import get_tables
 from rapidformer.compat.torch_tensors import copy_all, cut_like
@@ -25,19 +26,8 @@ _ALIGNMENT = 128
 """In elements: where a gradient begins."""
 
 
-class GradientMemory:
-    """Where graphs leave the gradients of parameters until they are copied, all in one place."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: dict[torch.dtype, Tensor] = {}
-
-    def reserve(self, layout: _Layout) -> dict[torch.dtype, Tensor]:
-        """Memory for the gradients of these parameters, by dtype."""
-        for dtype, size in layout.sizes.items():
-            if dtype not in self._memory or len(self._memory[dtype]) < size:
-                self._memory[dtype] = torch.empty(size, dtype=dtype, device=self._device)
-        return {dtype: self._memory[dtype][:size] for dtype, size in layout.sizes.items()}
+GradientMemory = dict[torch.dtype, Tensor]
+"""Where graphs leave the gradients of parameters until they are copied, all in one place."""
 
 
 class _Layout:
@@ -57,39 +47,26 @@ class _Layout:
         self.sizes = {d: sum(t.numel() for t in some) for d, some in self._templates.items()}
         """In elements."""
 
-    def cut(self, memory: dict[torch.dtype, Tensor]) -> list[Tensor]:
+    def reserve(self, memory: GradientMemory, device: torch.device) -> GradientMemory:
+        """As much of this memory as they need; it grows if that is more than there is."""
+        for dtype, size in self.sizes.items():
+            if dtype not in memory or len(memory[dtype]) < size:
+                memory[dtype] = torch.empty(size, dtype=dtype, device=device)
+        return {dtype: memory[dtype][:size] for dtype, size in self.sizes.items()}
+
+    def cut(self, memory: GradientMemory) -> list[Tensor]:
         """The place of each parameter's gradient."""
         parts = {d: cut_like(whole, self._templates[d]) for d, whole in memory.items()}
         return [parts[dtype][number] for dtype, number in self._places]
-
-
-class Call(Protocol):
-    """A call with arguments of its own."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-    @property
-    def kwargs(self) -> dict[str, Any]: ...
-    @property
-    def trained(self) -> Sequence[Tensor]:
-        """Those of its arguments that need a gradient."""
-
-
-class Static(Call, Protocol):
-    """One whose tensors keep their addresses."""
-
-    def shifted(self) -> AbstractContextManager[None]:
-        """Inside, they have other values: a replay must see that."""
-
-    def fill(self, call: Any) -> None:
-        """Copy in the arguments of another call of the same form."""
 
 
 class Recordable(Protocol):
     """Something to record: a chain of blocks, or a model."""
 
     @property
-    def static(self) -> Static: ...
+    def static(self) -> Any:
+        """Its arguments at fixed places: ``StaticCall`` or ``StaticInputs``."""
+
     @property
     def parameters(self) -> Sequence[nn.Parameter]: ...
     @property
@@ -144,31 +121,64 @@ class _Slot:
     number: int
 
 
-class RecordedBlock:
-    """The forward and backward pass of a chain of blocks as graphs."""
+class RecordedForward:
+    """The forward pass of a chain of blocks, or of a model, as a graph."""
+
+    def __init__(self, part: Recordable, capture: CudaCapture, before: Snapshot) -> None:
+        """Record it; ``before`` is the state in which it begins."""
+        self._part, self._static, self._capture = part, part.static, capture
+        self._form: Any = None
+        with without_cast_cache():
+            with self._static.shifted():
+                expected = capture.warm_up(self._rehearse, forbids_reads=not capture.compiles)
+            before.host_numbers.count_unused(0)
+            before.restore()
+            self.outputs, self._replay_forward = capture.record(self._run_forward)
+            before.restore()
+            with self._static.shifted():
+                self._replay_forward()
+                check_replay(self.outputs, expected, "outputs", is_16_bit=capture.is_16_bit)
+        before.restore()
+
+    def _rehearse(self) -> list[Tensor]:
+        """Everything that will be recorded, without a graph; returns the outputs."""
+        return self._run_forward()
+
+    def _run_forward(self) -> list[Tensor]:
+        args, kwargs = self._static.arguments
+        output, numbers = self._part.run(*args, **kwargs), itertools.count()
+        self._form = tree_map_only(Tensor, lambda _: _Slot(next(numbers)), output)
+        return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+        """The output of this call, which begins with these random numbers.
+
+        ``is_current`` says whether its forward pass is still the last one.
+        """
+        self._static.fill(call)
+        self._replay_forward()
+        # Copies, which the next replay does not overwrite.
+        return self._fill_form([output.clone() for output in self.outputs])
+
+    def _fill_form(self, values: Sequence[Tensor]) -> Any:
+        return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
+
+
+class RecordedBlock(RecordedForward):
+    """The forward and backward pass of a chain of blocks, or of a model, as graphs."""
 
     def __init__(
-        self,
-        chain: Recordable,
-        capture: CudaCapture,
-        memory: GradientMemory,
-        before: Snapshot,
-        *,
-        rounding: float,
-        forbids_reads: bool,
+        self, part: Recordable, capture: CudaCapture, memory: GradientMemory, before: Snapshot
     ) -> None:
         """Record the forward pass; ``before`` is the state in which it begins."""
-        self._chain, self._static, self._capture = chain, chain.static, capture
-        self._device, self._rounding, self._before = before.device, rounding, before
-        self.parameters = chain.parameters
-        if not all(parameter.numel() for parameter in chain.parameters):
+        self.parameters, self._before = part.parameters, before
+        if not all(parameter.numel() for parameter in part.parameters):
             raise NotRepeatableError("a parameter is empty")
-        self._stand_ins = _StandIns(chain.modules, chain.parameters)
-        self._layout = _Layout(chain.parameters)
-        self._memory = memory.reserve(self._layout)
+        self._stand_ins = _StandIns(part.modules, part.parameters)
+        self._layout = _Layout(part.parameters)
+        self._memory = self._layout.reserve(memory, capture.device)
         self._live: list[Tensor] = []
         """The output tensors with what autograd saved for them, until they are released."""
-        self._form: Any = None
         self.is_trained: list[bool] = []
         """Which outputs have a gradient."""
         self._gradients: list[Tensor] = []
@@ -177,27 +187,15 @@ class RecordedBlock:
         self._has_gradient: list[bool] = []
         self._reached: list[list[bool]] = []
         """For each output with a gradient: which inputs and parameters it depends on."""
+        self._rehearsed: list[Tensor | None] = []
+        """The gradients of inputs and parameters, until they are compared."""
         self._replay_backward: Callable[[], None]
-        with without_cast_cache():
-            with self._static.shifted():
-                rehearsed = capture.warm_up(self._rehearse, forbids_reads=forbids_reads)
-            before.host_numbers.count_unused(0)
-            before.restore()
-            self.outputs, self._replay_forward = capture.record(self._run_forward)
-            before.restore()
-            with self._static.shifted():
-                self._replay_forward()
-                self._check(self.outputs, rehearsed[0], "outputs")
-        before.restore()
-        self._rehearsed: list[Tensor | None] = rehearsed[1]
+        super().__init__(part, capture, before)
 
     def _run_forward(self) -> list[Tensor]:
         with self._stand_ins.in_place():
-            output = self._chain.run(*self._static.args, **self._static.kwargs)
-        self._live = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._live = super()._run_forward()
         self.is_trained = [tensor.requires_grad for tensor in self._live]
-        numbers = itertools.count()
-        self._form = tree_map_only(Tensor, lambda _: _Slot(next(numbers)), output)
         return [tensor.detach() for tensor in self._live]
 
     def _run_backward(self) -> list[Tensor]:
@@ -220,7 +218,7 @@ class RecordedBlock:
         )  # fmt: skip
         return list(found)
 
-    def _rehearse(self) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _rehearse(self) -> list[Tensor]:
         """Both passes without a graph."""
         outputs = self._run_forward()
         self._gradients = [torch.randn_like(each) for each in self._live if each.requires_grad]
@@ -232,7 +230,8 @@ class RecordedBlock:
             [gradient is not None for gradient in self._differentiate(number)]
             for number in range(count if count > 1 else 0)
         ]
-        return outputs, self._differentiate()
+        self._rehearsed = self._differentiate()
+        return outputs
 
     def _check_reached(self) -> None:
         """Raises if modules keep a parameter elsewhere, too: its gradient would be missing."""
@@ -255,32 +254,26 @@ class RecordedBlock:
                 self._before.restore()
                 self._replay_forward()
                 self._replay_backward()
-                self._check(self._list_gradients(), self._rehearsed, "gradients")
+                check_replay(
+                    self._list_gradients(),
+                    self._rehearsed,
+                    "gradients",
+                    is_16_bit=self._capture.is_16_bit,
+                )
         self._before.restore()
         self._rehearsed = []
-
-    def _check(
-        self, mine: Sequence[Tensor | None], theirs: Sequence[Tensor | None], what: str
-    ) -> None:
-        is_exact = torch.are_deterministic_algorithms_enabled()
-        limit = 0.0 if is_exact else MARGIN * self._rounding
-        difference = max(measure_differences(mine, theirs), default=0.0)
-        if not difference <= limit:
-            raise NotRepeatableError(
-                f"a replay gave other {what} than running it (by {difference:.1e}, relative)"
-            )
 
     def release(self) -> None:
         """Let other recordings use the memory of what autograd saved."""
         self._live = []
 
-    def replay(self, call: Call, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
+    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
         """The output of this call, which begins with these random numbers."""
         self._static.fill(call)
         again = functools.partial(self._run_again, call, numbers)
         self._replay_forward()
         values = _Replay.apply(self, again, is_current, *call.trained, *self.parameters)
-        return tree_map_only(_Slot, lambda slot: values[slot.number], self._form)
+        return self._fill_form(values)
 
     def go_back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of inputs and parameters from those of outputs; None: one is not used."""
@@ -308,10 +301,10 @@ class RecordedBlock:
         return found + [copy if has_gradient else None for copy, has_gradient in pairs]
 
     def _run_again(
-        self, call: Call, numbers: Tensor, gradients: Sequence[Tensor | None]
+        self, call: Any, numbers: Tensor, gradients: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """The same without a graph, from the random numbers that the call began with."""
-        creates_graph, now = torch.is_grad_enabled(), get_numbers(self._device)
+        creates_graph, now = torch.is_grad_enabled(), get_numbers(self._capture.device)
         aliases: dict[int, Tensor] = {}
 
         def alias(tensor: Tensor) -> Tensor:
@@ -320,13 +313,13 @@ class RecordedBlock:
                 return tensor
             return aliases.setdefault(id(tensor), tensor.view_as(tensor))
 
-        set_numbers(numbers, self._device)
+        set_numbers(numbers, self._capture.device)
         try:
             with torch.enable_grad():
-                args, kwargs = tree_map_only(Tensor, alias, (call.args, call.kwargs))
-                output = self._chain.run(*args, **kwargs)
+                args, kwargs = tree_map_only(Tensor, alias, self._static.read(call))
+                output = self._part.run(*args, **kwargs)
         finally:
-            set_numbers(now, self._device)
+            set_numbers(now, self._capture.device)
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         wanted = [*(aliases[id(tensor)] for tensor in call.trained), *self.parameters]
         pairs = zip(itertools.compress(tensors, self.is_trained), gradients, strict=True)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from rapidformer.accel.cuda_graph.examination import Description, Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.split.own_code import runs_no_hook
 from rapidformer.compat.torch_modules import list_global_hook_tables, list_hook_tables
 from rapidformer.compat.torch_tensors import has_gradient_hooks
 from rapidformer.compat.transformers_models import find_captured, list_captured
+from rapidformer.models.side_effects.examination import Description, Examination
 from rapidformer.models.watched import describe_watched, find_watched
 
 _MOST_CHANGES = 8
@@ -53,6 +55,10 @@ class ReplayedCode:
                 "and change that in place"
             )
         return now
+
+    def take_snapshot(self, device: torch.device) -> Snapshot:
+        """The state that the code may change."""
+        return Snapshot(self.examination.list_tensors(), device)
 
     def note_replay(self) -> None:
         """What was recorded has come again."""

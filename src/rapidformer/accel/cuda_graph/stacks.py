@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rapidformer.accel.cuda_graph.block_calls import BlockCall
-from rapidformer.accel.cuda_graph.chains import Chain, Notes
-from rapidformer.accel.cuda_graph.recorder import CudaCapture
+from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.accel.cuda_graph.chains import Chain
+from rapidformer.accel.cuda_graph.recorded_block import RecordedForward
 
 MOST_SIZES = 24
 """For how many sizes of a micro-batch a stack is recorded."""
@@ -33,28 +31,13 @@ def pays(sizes: int, replays: int) -> bool:
     return sizes < _FREE + replays // _REPLAYS
 
 
-class Recorded(Protocol):
-    """The graphs of a chain of blocks, or of a model."""
-
-    def replay(self, call: Any, numbers: Tensor, is_current: Callable[[], bool]) -> Any:
-        """The output of this call, which begins with these random numbers.
-
-        ``is_current`` says whether its forward pass is still the last one.
-        """
-
-
 class StackPass:
     """A stack's blocks in one forward pass: noted first, then recorded together."""
 
-    def __init__(
-        self,
-        notes: Notes | None = None,
-        kept: frozenset[str] | None = None,
-        places: Hashable = None,
-    ) -> None:
-        self.notes, self.kept, self.places = notes, kept, places
-        """``kept``: which outputs of blocks transformers keeps; ``places``: where weights are."""
-        self._chains: dict[Hashable, tuple[int, Chain, Recorded]] = {}
+    def __init__(self, *, is_noted: bool) -> None:
+        self.is_noted = is_noted
+        """Whether its calls will be recorded after it."""
+        self._chains: dict[Hashable, tuple[int, Chain, RecordedForward]] = {}
         """By the first call of each: its place among them."""
         self._reached = -1
         """The place of the graph that was replayed last: backward passes come in reverse."""
@@ -64,18 +47,17 @@ class StackPass:
         """Whether anything of it can be replayed."""
         return bool(self._chains)
 
-    def keep(self, chains: Sequence[Chain], recorded: Sequence[Recorded]) -> None:
+    def keep(self, chains: Sequence[Chain], recorded: Sequence[RecordedForward]) -> None:
         """Note what was recorded of it."""
-        self.notes = None
         pairs = enumerate(zip(chains, recorded, strict=True))
         self._chains = {chain.key: (place, chain, block) for place, (chain, block) in pairs}
 
     def restart(self) -> StackPass:
         """The same in a new forward pass."""
-        self._reached = -1
+        self._reached, self.is_noted = -1, False
         return self
 
-    def find(self, key: Hashable) -> tuple[Chain, Recorded, Callable[[], bool]] | None:
+    def find(self, key: Hashable) -> tuple[Chain, RecordedForward, Callable[[], bool]] | None:
         """What replays this call, and whether its backward pass may be; None: the block runs."""
         if key not in self._chains:
             return None
@@ -108,38 +90,23 @@ class Stack:
         """For how many sizes it is replayed."""
         return sum(each.is_recorded for each in self._recorded.values())
 
-    def choose(
-        self, key: Hashable, fresh: StackPass, device: torch.device, call: BlockCall,
-        *, may_record: bool,
-    ) -> StackPass:  # fmt: skip
-        """The recordings of a pass, or notes to be recorded after it, or nothing."""
+    def choose(self, key: Hashable, *, is_rounded: bool, may_record: bool) -> StackPass:
+        """The recordings of a pass, or one to be noted and recorded after it, or nothing."""
         if key in self._recorded:
             self._replays += 1
             return self._recorded[key].restart()
         # A size that was not rounded may never come again.
         is_back = hash(key) in self._seen and pays(len(self._recorded), self._replays)
-        is_due = call.is_rounded or is_back
+        is_due = may_record and (is_rounded or is_back) and len(self._recorded) < MOST_SIZES
         self._seen.add(hash(key))
-        if not (is_due and may_record and len(self._recorded) < MOST_SIZES):
-            return fresh
-        fresh.notes = Notes(device)
-        self._recorded[key] = fresh
+        fresh = StackPass(is_noted=is_due)
+        if is_due:
+            self._recorded[key] = fresh
         return fresh
 
-    def end_pass(self) -> StackPass | None:
-        """The last pass; another one begins."""
-        last, self.current = self.current, None
-        return last
-
-    def end_chain(self) -> None:
-        """A block of another stack runs before the next one of this."""
-        if self.current is not None and self.current.notes is not None:
-            self.current.notes.end_chain()
-
-    def forget_tensors(self) -> None:
-        """Let go of the tensors of this pass."""
-        if self.current is not None and self.current.notes is not None:
-            self.current.notes.forget()
+    def forget(self, last: StackPass) -> None:
+        """Note such a pass again."""
+        self._recorded = {key: each for key, each in self._recorded.items() if each is not last}
 
     def clear(self) -> None:
         """Drop all recordings."""

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.columns import Columns, find_filling, widen
+from rapidformer.accel.cuda_graph.comparing import measure_differences
 from rapidformer.accel.cuda_graph.inputs import Inputs, find_columns
-from rapidformer.accel.cuda_graph.passes import Request, RunForward, Snapshot
-from rapidformer.accel.cuda_graph.recorder import measure_differences
+from rapidformer.accel.cuda_graph.passes import Request, RunForward
+from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.accel.cuda_graph.trial_modes import (
     FactorsForDropout,
     InBounds,
@@ -99,17 +101,14 @@ class Widths:
         self._is_exact = True
 
     def may_change(
-        self,
-        request: Request,
-        inputs: Sequence[Inputs | None],
-        take_snapshot: Callable[[], Snapshot],
+        self, request: Request, inputs: Sequence[Inputs | None], code: ReplayedCode
     ) -> bool:
         """Whether these inputs may be wider: by code and sizes alone, as after a resume."""
         pairs = zip(request.update, inputs, strict=True)
         grown = [(each, item) for each, item in pairs if item is not None and _grows(item)]
         for micro_batch, item in grown:
             # Labels that padding has in a batch are those that its added columns get.
-            code = hash((request.code, *(column.fill for column in item.columns.values())))
+            seen = hash((request.code, *(column.fill for column in item.columns.values())))
             is_padded = item.rows is None
             wider = find_columns(
                 self._model, micro_batch.batch, factor=_FACTOR, is_padded=is_padded,
@@ -117,39 +116,32 @@ class Widths:
             )  # fmt: skip
             if not self._shows_enough(micro_batch, wider):
                 return False
-            self._seen[code] += 1
-            is_early = self._seen[code] <= _COMPARED
-            is_due = is_early or (self._is_own and _is_power(self._seen[code]))
-            if self._is_exact and (is_due or self._is_news(code, item)):
-                compared = _keep_short_rows(micro_batch)
+            self._seen[seen] += 1
+            is_early = self._seen[seen] <= _COMPARED
+            is_due = is_early or (self._is_own and _is_power(self._seen[seen]))
+            if self._is_exact and (is_due or self._is_news(seen, item)):
+                before, compared = code.take_snapshot(self._device), _keep_short_rows(micro_batch)
                 self._is_exact = self._find_out(
-                    request.run_forward, compared, wider, take_snapshot(), is_early=is_early
+                    request.run_forward, compared, wider, before, is_early=is_early
                 )
-                self._note(code, item)
+                self._note(seen, item)
         return self._is_exact or not grown
 
-    def _is_news(self, code: int, item: Inputs) -> bool:
+    def _is_news(self, seen: int, item: Inputs) -> bool:
         """Whether no batch was compared with the width that this one gets.
 
         If a model computes on padding, also whether none as narrow as this one was: from some width
         on, it may use another attention.
         """
-        narrowest = self._narrowest.get(self._get_key(code, item))
+        narrowest = self._narrowest.get(_describe_sizes(seen, item))
         if narrowest is None or item.rows is not None:
             return narrowest is None
-        return any(
-            item.batch[name].shape[1] < narrowest.get(name, math.inf) for name in item.columns
-        )
+        return any(width < narrowest.get(name, math.inf) for name, width in _list_widths(item))
 
-    def _note(self, code: int, item: Inputs) -> None:
-        narrowest = self._narrowest.setdefault(self._get_key(code, item), {})
-        for name in item.columns:
-            width = item.batch[name].shape[1]
+    def _note(self, seen: int, item: Inputs) -> None:
+        narrowest = self._narrowest.setdefault(_describe_sizes(seen, item), {})
+        for name, width in _list_widths(item):
             narrowest[name] = min(width, narrowest.get(name, width))
-
-    def _get_key(self, code: int, item: Inputs) -> Hashable:
-        # How many real tokens there are depends on their lengths, not on the width.
-        return code, item.sizes if item.rows is None else item.sizes[:2]
 
     def _shows_enough(self, micro_batch: MicroBatch, columns: Columns) -> bool:
         """Whether what grows becomes so much wider that a loss which depends on it would show."""
@@ -285,9 +277,18 @@ def _halve(micro_batch: MicroBatch) -> MicroBatch | None:
     return micro_batch._replace(batch=map_tensors(micro_batch.batch, lambda _, t: t[:half]))
 
 
+def _list_widths(inputs: Inputs) -> list[tuple[str, int]]:
+    """Of what may grow, before it does."""
+    return [(name, inputs.batch[name].shape[1]) for name in inputs.columns]
+
+
 def _grows(inputs: Inputs) -> bool:
-    columns = inputs.columns.items()
-    return any(column.width > inputs.batch[name].shape[1] for name, column in columns)
+    return any(inputs.columns[name].width > width for name, width in _list_widths(inputs))
+
+
+def _describe_sizes(seen: int, item: Inputs) -> Hashable:
+    # How many real tokens there are depends on their lengths, not on the width.
+    return seen, item.sizes if item.rows is None else item.sizes[:2]
 
 
 def _keep_short_rows(micro_batch: MicroBatch) -> MicroBatch:

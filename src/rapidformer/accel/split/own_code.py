@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.cuda_graph.pure_calls import PURE_BUILTINS
 from rapidformer.accel.data_parallel import shape_like
 from rapidformer.accel.sharding.zero import gather_weight
 from rapidformer.accel.split.items import CHANGING_ITEMS, find_places
@@ -37,6 +36,7 @@ from rapidformer.compat.torch_fsdp import list_parameter_groups
 from rapidformer.compat.torch_tensors import get_gradient_hooks
 from rapidformer.dist.whole import join_whole
 from rapidformer.log import warn_once
+from rapidformer.models.side_effects.pure_calls import PURE_BUILTINS
 from rapidformer.models.watched import is_from_user
 from rapidformer.overlay import find_fact, put_fact
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from rapidformer.accel.cuda_graph.examination import Examination
-from rapidformer.accel.cuda_graph.host_state import CONSTANTS
-from rapidformer.accel.cuda_graph.pure_calls import is_pure
 from rapidformer.compat.torch_modules import get_tables
 from rapidformer.log import warn_once
 from rapidformer.models.plan import find_owner
+from rapidformer.models.side_effects.examination import Examination
+from rapidformer.models.side_effects.host_state import CONSTANTS
+from rapidformer.models.side_effects.pure_calls import is_pure
 from rapidformer.models.watched import is_from_user
 from rapidformer.overlay import get_own_class
 

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerControl, TrainerState
 from transformers.trainer_utils import BestRun, TrainOutput, align_special_tokens, speed_metrics
 
-from rapidformer.accel.cuda_graph.pure_calls import trust
 from rapidformer.config import Settings
 from rapidformer.dialects.calls import check_trainer_call
 from rapidformer.dialects.huggingface.accelerator import TrainerAccelerator
@@ -41,6 +40,7 @@ from rapidformer.dist.seeding import seed_everything
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
 from rapidformer.models.adapters import apply_adapters, find_adapter, get_inner
+from rapidformer.models.side_effects.pure_calls import trust
 from rapidformer.objectives import Context, Objective
 
 _OWN = "rapidformer.dialects.huggingface"

@@ -24,13 +24,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from rapidformer.accel.cuda_graph.host_state import (
+from rapidformer.config import Settings
+from rapidformer.models.side_effects.host_state import (
     CONSTANTS,
     HostState,
     is_configuration,
     is_watched,
 )
-from rapidformer.accel.cuda_graph.pure_calls import (
+from rapidformer.models.side_effects.pure_calls import (
     DRAWS,
     MUTATORS,
     PURE_BUILTINS,
@@ -41,7 +42,6 @@ from rapidformer.accel.cuda_graph.pure_calls import (
     is_pure,
     only_holds_data,
 )
-from rapidformer.config import Settings
 from rapidformer.overlay import get_own_class
 
 _MOVE = "move it into a callback (on_step_end)"

@@ -16,9 +16,9 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.accel.cuda_graph.replayed_code import ReplayedCode
+from rapidformer.models.side_effects.examination import Examination
 
 
 def make() -> Any:

@@ -28,10 +28,10 @@ from transformers import (
 from transformers.utils import ModelOutput
 
 from rapidformer import Trainer
-from rapidformer.accel.cuda_graph.examination import Examination
 from rapidformer.accel.cuda_graph.graphs import ReplayedCode
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
 from rapidformer.dialects.flagai.trainer import FlagAITrainer
+from rapidformer.models.side_effects.examination import Examination
 
 SEEN: list[float] = []
 SCALE = 2.0

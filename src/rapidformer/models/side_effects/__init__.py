@@ -1,0 +1,1 @@
+"""What a user's Python code does besides computing, and what it depends on: found by reading it."""
