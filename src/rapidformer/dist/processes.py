@@ -7,6 +7,7 @@ so without LOCAL_RANK they are ignored. A script may also start a process group 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rapidformer.compat.torch_distributed import get_default_store
 from rapidformer.config.derive import is_launched
 from rapidformer.dist.attendance import start_roll, stop_roll
 from rapidformer.dist.heartbeat import start_heartbeat
@@ -55,11 +57,19 @@ def follow_own_group() -> None:
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size > 1:
-        local_rank = rank % (torch.cuda.device_count() or world_size)
+        local_rank = _count_before_on_host(rank) % (torch.cuda.device_count() or world_size)
         if torch.cuda.is_initialized() and torch.cuda.current_device():
             local_rank = torch.cuda.current_device()
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
+
+
+def _count_before_on_host(rank: int) -> int:
+    """How many lower ranks are on this machine; it waits for them alone, not for all."""
+    store, host = get_default_store(), socket.gethostname()
+    store.set(f"rapidformer/host/{rank}", host)
+    before = [store.get(f"rapidformer/host/{lower}").decode() for lower in range(rank)]
+    return before.count(host)
 
 
 def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:
