@@ -289,9 +289,7 @@ class UpdateClock:
             )
         if not self._is_complete:
             return
-        if self._measure is not None and not self._is_clipped:
-            self._norm = self._measure()
-        norm = self._norm
+        norm = self._norm = self.grad_norm
         assert norm is not None
         if self.guard is not None and self._is_refused(self.guard, norm, scaler):
             self._skip()

@@ -11,12 +11,12 @@ MyFinetuner(engine=RapidformerEngine()).train()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import RapidformerError
-from rapidformer.training.evaluation import Evaluation, Metrics
+from rapidformer.training.evaluation import Evaluation
 from rapidformer.training.template import Template, _missing_hook, unpack_datasets
 
 
@@ -61,11 +61,6 @@ class Finetuner(Template):
         if loader is None or not has_hook:
             return None
         return self.plan_evaluation(lambda: to_metrics(self.run_compute_metrics([model], loader)))
-
-    def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
-        """The metrics hook once more, on test data, when training has ended."""
-        evaluation = self.make_evaluation(model, self.build_eval_loader(dataset, collate))
-        return None if evaluation is None else evaluation.run
 
 
 def to_metrics(returned: Any) -> dict[str, float]:

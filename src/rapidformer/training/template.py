@@ -160,7 +160,8 @@ class Template(ABC):
 
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
         """How the finished model is evaluated on test data; None if it is not."""
-        return None
+        evaluation = self.make_evaluation(model, self.build_eval_loader(dataset, collate))
+        return None if evaluation is None else evaluation.run
 
     def _choose_folder(self) -> str | None:
         """Give the run a folder, unless it keeps none; returned if this rank may remove it."""
