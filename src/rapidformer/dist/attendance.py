@@ -97,22 +97,21 @@ def run_by_first(call: str, action: Callable[[], None]) -> None:
     if roll is None:
         action()
     elif dist.get_rank() > 0:
-        if (error := roll.follow(call).error) is not None:
-            raise error
+        if (theirs := roll.follow(call).error) is not None:
+            raise theirs
     else:
-        outcome = _Outcome({}, RapidformerError("rank 0 was interrupted"))
+        error: Exception | None = RapidformerError("rank 0 was interrupted")
         roll.note(call)
         try:
             with apart():
                 action()
-            outcome = _Outcome({}, None)
-        except Exception as error:
-            text = f"rank 0 failed with {type(error).__name__}: {error}"
-            is_ours = isinstance(error, RapidformerError)
-            outcome = _Outcome({}, error if is_ours else RapidformerError(text))
+            error = None
+        except Exception as reason:
+            error = RapidformerError(f"rank 0 failed with {type(reason).__name__}: {reason}")
+            error = reason if isinstance(reason, RapidformerError) else error
             raise
         finally:
-            roll.note_end(outcome)
+            roll.note_end(_Outcome({}, error))
 
 
 _progress = 0
@@ -150,13 +149,14 @@ class _Roll:
         store = get_default_store()
         self.patience = store.timeout.total_seconds()
         """As long as for a rank that is missing in a collective."""
-        # Rank 0 does not keep it: a process group that is left takes it with it.
-        self._store = None if self._rank == 0 else store
+        self._store: Any = None
+        """Not kept on rank 0: a process group that is left takes it with it."""
         if self._rank > 0:
+            self._store = store
             # With a connection of its own: one that waits lets nobody else ask.
-            answer, main = self._answer, threading.main_thread().ident
+            own, main = store.clone(), threading.main_thread().ident
             self._thread = threading.Thread(
-                target=answer, args=(store.clone(), main), name="rapidformer-roll", daemon=True
+                target=self._answer, args=(own, main), name="rapidformer-roll", daemon=True
             )
             self._thread.start()
         atexit.register(self.leave)
@@ -211,11 +211,8 @@ class _Roll:
         self._number += 1
 
     def _await_others(self, patience: float) -> dict[int, str]:
-        store, entered, deadline = (
-            get_default_store(),
-            count_collectives(),
-            time.monotonic() + patience,
-        )
+        store, entered = get_default_store(), count_collectives()
+        deadline = time.monotonic() + patience
         keys = {rank: self._name("came", self._number, rank) for rank in self._others}
         elsewhere: dict[int, str] = {}
         seen: dict[int, tuple[Any, float]] = {}
@@ -223,10 +220,9 @@ class _Roll:
             awaited = {rank: key for rank, key in keys.items() if rank not in elsewhere}
             if not awaited or store.check(list(awaited.values())) or time.monotonic() > deadline:
                 break
-            if pause == _LONGEST_PAUSE:
-                for rank in (rank for rank, key in awaited.items() if not store.check([key])):
-                    if place := self._find_place(rank, seen, entered):
-                        elsewhere[rank] = place
+            for rank, key in awaited.items() if pause == _LONGEST_PAUSE else ():
+                if not store.check([key]) and (place := self._find_place(rank, seen, entered)):
+                    elsewhere[rank] = place
             time.sleep(pause)
         answers = {
             rank: store.get(key).decode() if store.check([key]) else elsewhere.get(rank, _MISSING)

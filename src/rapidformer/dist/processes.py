@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from rapidformer.compat.torch_distributed import get_default_store
 from rapidformer.config.derive import is_launched
@@ -103,9 +105,9 @@ def _start_group(backend: str, timeout: timedelta) -> None:
     """
     place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
     if place not in _stores:
-        _stores[place] = next(dist.rendezvous("env://", timeout=timeout))
+        _stores[place] = next(rendezvous("env://", timeout=timeout))
     whole, rank, world_size = _stores[place]
-    store = dist.PrefixStore(f"rapidformer/{next(_numbers)}", whole)
+    store = PrefixStore(f"rapidformer/{next(_numbers)}", whole)
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
