@@ -6,7 +6,7 @@ lines, ``verify``, ``explain`` and the docs' tables follow from it: no module ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -266,8 +266,7 @@ class Switch:
 
     def find_obstacle(self, args: Settings, situation: Situation) -> Obstacle | None:
         """Why it cannot be applied in this run, as far as settings, device and ranks show."""
-        own = self.find_own_obstacle(args, situation)
-        return own or self._find_excluding(args, situation)
+        return self.find_own_obstacle(args, situation) or self._find_excluding(args, situation)
 
     def find_own_obstacle(self, args: Settings, situation: Situation) -> Obstacle | None:
         """The same by what this row says, so that each pair is found once."""
@@ -308,9 +307,12 @@ class Switch:
 
     def _find_excluding(self, args: Settings, situation: Situation) -> Obstacle | None:
         """Another row that excludes this one and was asked for."""
-        for other, rule in _list_excluding(self.name):
-            if other.is_asked(args) and other._excludes(self, rule, args, situation):
-                return Obstacle(f"{_EXCLUDED}{other.describe(args)}: {rule.reason}")
+        for other in _ROWS.values():
+            for rule in other.excludes:
+                is_meant = self.name in (rule.switch, rule.beside) and rule.if_asked == "refused"
+                stays = is_meant and other.is_asked(args)
+                if stays and other._excludes(self, rule, args, situation):
+                    return Obstacle(f"{_EXCLUDED}{other.describe(args)}: {rule.reason}")
         return None
 
     def _excludes(self, row: Switch, rule: Rule, args: Settings, situation: Situation) -> bool:
@@ -392,11 +394,3 @@ def get_switch(name: str) -> Switch:
 def _admits(values: tuple[str, ...], value: str | None, *, if_unknown: bool = True) -> bool:
     """Whether one of these is there, or any will do; ``if_unknown`` if that is not known yet."""
     return not values or (if_unknown if value is None else value in values)
-
-
-def _list_excluding(name: str) -> Iterator[tuple[Switch, Rule]]:
-    """The rows that may stay in place of the one of that name, with the rules that say so."""
-    for other in _ROWS.values():
-        for rule in other.excludes:
-            if name in (rule.switch, rule.beside) and rule.if_asked == "refused":
-                yield other, rule

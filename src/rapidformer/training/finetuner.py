@@ -51,10 +51,7 @@ class Finetuner(Template):
         )  # fmt: skip
 
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
-        wanted = (
-            "train, validation and test data (each may be None) and a collate function (or None)"
-        )
-        return unpack_datasets(self.train_valid_test_datasets_provider(), wanted)
+        return unpack_datasets(self.train_valid_test_datasets_provider())
 
     def make_evaluation(self, model: Any, loader: DistributedLoader | None) -> Evaluation | None:
         has_hook = type(self).run_compute_metrics is not Finetuner.run_compute_metrics

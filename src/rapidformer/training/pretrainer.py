@@ -73,8 +73,7 @@ class PreTrainer(Template):
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
         hook: Any = self.train_valid_test_datasets_provider
         provided = hook(self.count_samples()) if accepts_arguments(hook, 1) else hook()
-        wanted = "three datasets: training, validation, test (each may be None)"
-        return unpack_datasets(provided, wanted)
+        return unpack_datasets(provided)
 
     def count_samples(self) -> list[int]:
         """The number of training, validation and test samples of the run."""

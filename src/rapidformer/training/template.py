@@ -378,10 +378,13 @@ def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
         return None  # the model has none and needs none
 
 
-def unpack_datasets(provided: Any, wanted: str) -> tuple[Any, Any, Any, Any]:
+def unpack_datasets(provided: Any) -> tuple[Any, Any, Any, Any]:
     """Training, validation and test data and the collate function, as a hook returned them."""
     if not isinstance(provided, tuple) or len(provided) not in (3, 4):
-        raise RapidformerError(f"train_valid_test_datasets_provider must return {wanted}.")
+        raise RapidformerError(
+            "train_valid_test_datasets_provider must return training, validation and test data "
+            "(each may be None), and a collate function if wanted."
+        )
     train_data, valid_data, test_data, collate = (*provided, None)[:4]
     if train_data is None:
         raise RapidformerError("train_valid_test_datasets_provider returned no training data.")
