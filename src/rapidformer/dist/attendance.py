@@ -42,7 +42,8 @@ from rapidformer.log import warn_once
 _BRIEF_PATIENCE = 60.0
 """Seconds for a rank that shows no sign of being elsewhere, if rank 0 can do without it."""
 _NEVER = timedelta(days=365)
-_LONGEST_PAUSE = 0.1
+_SHORT_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
+"""Rank 0 asks nobody as long as its pauses are short: ranks seldom come at the same moment."""
 _STUCK_SECONDS = 1.0
 """From here on, a rank that is in a collective waits there."""
 _HERE, _MISSING = "here", "did not come"
@@ -220,7 +221,7 @@ class _Roll:
             awaited = {rank: key for rank, key in keys.items() if rank not in elsewhere}
             if not awaited or store.check(list(awaited.values())) or time.monotonic() > deadline:
                 break
-            for rank, key in awaited.items() if pause == _LONGEST_PAUSE else ():
+            for rank, key in awaited.items() if pause > _SHORT_PAUSE else ():
                 if not store.check([key]) and (place := self._find_place(rank, seen, entered)):
                     elsewhere[rank] = place
             time.sleep(pause)

@@ -47,7 +47,6 @@ class RunRecord(Callback):
         self,
         args: Settings,
         *,
-        resume_step: int,
         is_main: bool,
         summary: Sequence[str],
         prepared: Prepared | None,
@@ -56,7 +55,7 @@ class RunRecord(Callback):
     ) -> None:
         """``prepared`` reads batches; evaluations leave tables and samples in ``details``."""
         self.folder = Path(args.save) if is_main and args.save is not None else None
-        self._args, self._resume_step, self._summary = args, resume_step, summary
+        self._args, self._summary = args, summary
         self._prepared, self._details, self._check_folder = prepared, details, check_folder
         self._seconds: dict[str, list[float]] = {}
         """By phase, then by rank."""
@@ -75,10 +74,10 @@ class RunRecord(Callback):
         if self.folder is None:
             return
         with _quietly():
-            if not self._resume_step:
+            if not loop.step:
                 (self.folder / EVENTS_FILE).unlink(missing_ok=True)
             self._append(
-                "start", step=self._resume_step, train_iters=loop.train_iters,
+                "start", step=loop.step, train_iters=loop.train_iters,
                 command=describe_command(), folder=str(Path.cwd()), summary=list(self._summary),
                 environment=describe_environment(self._args.world_size),
             )  # fmt: skip

@@ -296,21 +296,20 @@ class Template(ABC):
             self.frozen_models.take_reference(None)
         # Another batch size changes it.
         train_iters = self.engine.data.get_train_iters() or train_iters
+        checkpoints, is_main = self.engine.checkpoints, self.engine.is_main
         if self.args.save is not None:
-            self.engine.checkpoints.abandon_later(Path(self.args.save), [LAST])
+            checkpoints.abandon_later(Path(self.args.save), [LAST])
         reporter = Reporter(
             self.args, total_steps=train_iters, resume_step=self.engine.updates.clock.updates,
-            speaks=self.engine.is_main, trackers=self.trackers, facts=describe_model(self.engine),
-            check_folder=self.engine.checkpoints.check_folder,
+            speaks=is_main, trackers=self.trackers, facts=describe_model(self.engine),
+            check_folder=checkpoints.check_folder,
         )  # fmt: skip
-        is_main = self.engine.is_main
         summary = describe_run(self.engine, train_iters, loader, eval_data) if is_main else []
         for line in summary:
             get_logger().info(line)
         record = RunRecord(
-            self.args, resume_step=self.engine.updates.clock.updates,
-            is_main=is_main, summary=summary, prepared=self.get_prepared(),
-            details=self.details, check_folder=self.engine.checkpoints.check_folder,
+            self.args, is_main=is_main, summary=summary, prepared=self.get_prepared(),
+            details=self.details, check_folder=checkpoints.check_folder,
         )  # fmt: skip
         forward = self.make_forward(model)
         if loader.sets is not None and len(loader.sets.names) > 1:
