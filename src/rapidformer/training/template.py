@@ -200,12 +200,10 @@ class Template(ABC):
                 )
         if args.save is not None:
             begin = functools.partial(
-                begin_run,
-                Path(args.save),
+                begin_run, Path(args.save), overwrite=args.overwrite,
                 source=None if args.load is None else Path(args.load).expanduser(),
                 continues=resume is not None and not args.finetune,
-                overwrite=args.overwrite,
-            )
+            )  # fmt: skip
             # Rank 0 looks; what it finds wrong stops all ranks.
             run_on_first(begin, Path(args.save))
         return resume
@@ -258,9 +256,8 @@ class Template(ABC):
     def make_forward(self, model: Any) -> BoundObjective:
         """The objective with this model: a function of the batch only."""
         if self.has_shifted_labels is not None:
-            self.engine.updates.weights.shifts_labels = (
-                self.has_shifted_labels and not self.engine.model.has_learned_tokens
-            )
+            is_shifted = self.has_shifted_labels and not self.engine.model.has_learned_tokens
+            self.engine.updates.weights.shifts_labels = is_shifted
         return BoundObjective(
             self.build_objective(), model, self.frozen_models.get(), self.engine.model.evaluating
         )
