@@ -187,7 +187,7 @@ def _save_and_train(folder: Path) -> None:
 
     save_module.write_pieces = wait_and_write
     target = engine.save_checkpoint(folder / "behind", wait=False)
-    assert engine.checkpoints.is_saving
+    assert engine.checkpoints.background.save is not None
     train()
     assert not target.exists()
     opened.set()

@@ -151,3 +151,29 @@ def test_an_evaluation_on_the_main_process_alone_is_an_error(tmp_path: Path) -> 
     """Each process evaluates a part of the rows; transformers waits for the others in vain."""
     messages, _ = run_in_kept_processes(evaluate_on_main, 2, str(tmp_path))
     assert messages == ["evaluate()", "predict()"]
+
+
+class EvaluateOnMain(TrainerCallback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.messages: list[str] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.is_world_process_zero and state.global_step == 1:
+            with pytest.raises(RapidformerError) as error:
+                self.trainer.evaluate()
+            self.messages.append(str(error.value))
+
+
+def evaluate_while_training(folder: str) -> list[str]:
+    callback = EvaluateOnMain()
+    trainer = callback.trainer = make_trainer(folder, callbacks=[callback], max_steps=2)
+    trainer.train()
+    return callback.messages
+
+
+def test_a_callback_on_the_main_process_cannot_evaluate_alone(tmp_path: Path) -> None:
+    [message], nothing = run_in_kept_processes(evaluate_while_training, 2, str(tmp_path))
+    assert message.startswith("evaluate() was called on rank 0, and not on every rank (rank 1 ")
+    assert message.endswith("call it on all of them, outside of `if rank == 0`.")
+    assert nothing == []

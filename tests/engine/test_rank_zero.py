@@ -161,6 +161,24 @@ def test_a_rank_that_waits_for_another_than_rank_0_still_comes(
     assert run_in_kept_processes(save_late, 3, str(tmp_path), waiting) == ["iter_0000001"] * 3
 
 
+def export_again(folder: str) -> None:
+    """Rank 0 exports alone; later all do, and rank 0 comes last."""
+    engine, model = make_engine()
+    step(engine, model)
+    if engine.is_main:
+        engine.export(folder)
+    step(engine, model)
+    if engine.is_main:
+        time.sleep(0.5)
+    engine.export(folder)
+    exported = load_file(f"{folder}/model.safetensors")
+    torch.testing.assert_close(exported, copy_weights(model), rtol=0, atol=0)
+
+
+def test_an_export_of_all_is_complete_after_one_of_rank_0_alone(tmp_path: Path) -> None:
+    run_in_kept_processes(export_again, 2, str(tmp_path))
+
+
 def fail_on_first(folder: str) -> str:
     """The error of rank 0's disk, on every rank."""
     engine, _ = make_engine()

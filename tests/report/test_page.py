@@ -274,8 +274,8 @@ def test_a_failed_run_tells_why(tmp_path: Path) -> None:
 
     run = make_run(tmp_path / "run", log(3), train_iters=9)
     record = RunRecord(
-        parse_arguments(["--save", str(run)]), resume_step=0, is_main=True, summary=[],
-        prepared=None, details={}, check_folder=lambda: None,
+        parse_arguments(["--save", str(run)]), is_main=True, summary=[], prepared=None, details={},
+        check_folder=lambda: None,
     )  # fmt: skip
     said: list[str] = []
     loop: Any = type("Loop", (), {"step": 2, "say": staticmethod(said.append)})

@@ -66,6 +66,7 @@ class BackgroundSave:
 
     @property
     def is_done(self) -> bool:
+        """Whether ``finish`` would return at once on this rank."""
         return self._thread is None or not self._thread.is_alive()
 
     def start(self, save: Save) -> None:
@@ -99,7 +100,7 @@ class BackgroundSave:
         return save
 
     def cancel(self) -> None:
-        """Let the save fail soon."""
+        """Let the save fail soon; earlier checkpoints stay."""
         if self.save is not None:
             self.save.is_cancelled.set()
 

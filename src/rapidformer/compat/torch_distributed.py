@@ -20,7 +20,9 @@ __all__ = ["StridedShard"]
 
 PRIVATE_NAMES = {
     "torch.distributed.distributed_c10d._get_default_store": "ranks that agree where to stop",
-    "torch.distributed.ProcessGroup._get_sequence_number_for_group": (
+    "torch.distributed.ProcessGroup._get_backend": "what counts a group's collectives",
+    "torch.distributed.ProcessGroup._device_types": "the same",
+    "torch._C._distributed_c10d.Backend._get_sequence_number_for_group": (
         "whether a rank is in a collective that another one has not entered"
     ),
     "sys._current_frames": "where a rank waits that has not come to a call of all ranks",
@@ -77,14 +79,18 @@ def get_default_store() -> Any:
     return distributed_c10d._get_default_store()
 
 
-def count_collectives() -> int:
-    """How many collectives of all ranks this rank has entered; 0 if the backend does not count.
+def count_collectives() -> list[int]:
+    """How many collectives of all ranks this rank has entered, by backend; 0 where none counts.
 
     Gloo also counts the tensors that a rank sends or receives.
     """
-    world: Any = distributed_c10d.group.WORLD  # whose types do not know the method
+    world: Any = distributed_c10d.group.WORLD  # whose types do not know the methods
+    return [_count_entered(world._get_backend(device)) for device in world._device_types]
+
+
+def _count_entered(backend: Any) -> int:
     try:
-        return world._get_sequence_number_for_group()
+        return int(backend._get_sequence_number_for_group())
     except RuntimeError:
         return 0
 

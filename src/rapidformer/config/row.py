@@ -6,7 +6,7 @@ lines, ``verify``, ``explain`` and the docs' tables follow from it: no module ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -100,10 +100,8 @@ class Rule:
         """Whether its setting has one of its values; also if it is about none."""
         if not self.setting:
             return True
-        value = getattr(args, self.setting)
-        if self.values:
-            return value in self.values
-        return bool(value != get_settings()[self.setting].default)
+        value, default = getattr(args, self.setting), get_settings()[self.setting].default
+        return value in self.values if self.values else bool(value != default)
 
     def holds(
         self, args: Settings, situation: Situation | None = None, *, if_unknown: bool = False
@@ -119,14 +117,10 @@ class Rule:
 
     def fits(self, args: Settings, situation: Situation, *, if_unknown: bool = False) -> bool:
         """Whether it speaks of such a run."""
-        device, precision = situation.device, situation.precision
         return (
             (not self.among_replicas or args.num_replicas > 1)
-            and (not self.devices or (if_unknown if device is None else device in self.devices))
-            and (
-                not self.precisions
-                or (if_unknown if precision is None else precision in self.precisions)
-            )
+            and _admits(self.devices, situation.device, if_unknown=if_unknown)
+            and _admits(self.precisions, situation.precision, if_unknown=if_unknown)
             and self.only_in in ("", situation.phase)
         )
 
@@ -272,8 +266,7 @@ class Switch:
 
     def find_obstacle(self, args: Settings, situation: Situation) -> Obstacle | None:
         """Why it cannot be applied in this run, as far as settings, device and ranks show."""
-        own = self.find_own_obstacle(args, situation)
-        return own or self._find_excluding(args, situation)
+        return self.find_own_obstacle(args, situation) or self._find_excluding(args, situation)
 
     def find_own_obstacle(self, args: Settings, situation: Situation) -> Obstacle | None:
         """The same by what this row says, so that each pair is found once."""
@@ -291,16 +284,15 @@ class Switch:
             needed = " or ".join(rule.describe() for rule in self.needs)
             if_asked: IfAsked = "refused" if self.is_refused_alone else "warned of"
             return Obstacle(f"it needs {needed}", if_asked)
-        device, precision = situation.device, situation.precision
-        if device is not None and self.devices and device not in self.devices:
-            wanted = " or ".join(map(str.upper, self.devices))
+        if not _admits(self.devices, situation.device):
+            wanted, found = " or ".join(self.devices), situation.device or ""
             return Obstacle(
-                f"it needs a {wanted} device, and this run is on {device.upper()}",
+                f"it needs a {wanted.upper()} device, and this run is on {found.upper()}",
                 "warned of" if self.is_idle_elsewhere else "refused",
             )
-        if precision is not None and self.precisions and precision not in self.precisions:
+        if not _admits(self.precisions, situation.precision):
             words = " and ".join(self.precisions)
-            return Obstacle(f"it works in {words}, and this run is in {precision}")
+            return Obstacle(f"it works in {words}, and this run is in {situation.precision}")
         return None
 
     def _find_excluded(
@@ -315,9 +307,12 @@ class Switch:
 
     def _find_excluding(self, args: Settings, situation: Situation) -> Obstacle | None:
         """Another row that excludes this one and was asked for."""
-        for other, rule in _list_excluding(self.name):
-            if other.is_asked(args) and other._excludes(self, rule, args, situation):
-                return Obstacle(f"{_EXCLUDED}{other.describe(args)}: {rule.reason}")
+        for other in _ROWS.values():
+            for rule in other.excludes:
+                is_meant = self.name in (rule.switch, rule.beside) and rule.if_asked == "refused"
+                stays = is_meant and other.is_asked(args)
+                if stays and other._excludes(self, rule, args, situation):
+                    return Obstacle(f"{_EXCLUDED}{other.describe(args)}: {rule.reason}")
         return None
 
     def _excludes(self, row: Switch, rule: Rule, args: Settings, situation: Situation) -> bool:
@@ -396,9 +391,6 @@ def get_switch(name: str) -> Switch:
     return _ROWS[name]
 
 
-def _list_excluding(name: str) -> Iterator[tuple[Switch, Rule]]:
-    """The rows that may stay in place of the one of that name, with the rules that say so."""
-    for other in _ROWS.values():
-        for rule in other.excludes:
-            if name in (rule.switch, rule.beside) and rule.if_asked == "refused":
-                yield other, rule
+def _admits(values: tuple[str, ...], value: str | None, *, if_unknown: bool = True) -> bool:
+    """Whether one of these is there, or any will do; ``if_unknown`` if that is not known yet."""
+    return not values or (if_unknown if value is None else value in values)

@@ -1,11 +1,12 @@
 """Find out whether all ranks have come to a call that scripts also make on rank 0 alone.
 
 ``if rank == 0: engine.save_checkpoint(...)`` is a habit from DistributedDataParallel. The other
-ranks are elsewhere by then, and the first collective would wait for them in vain. So rank 0 asks
-before it enters one, through the store by which the ranks have found each other. On every other
-rank a thread answers, which otherwise sleeps: this rank has come to the same call; or it cannot
-come any more, because it trains on, has ended, or waits in another such call or in a collective of
-all ranks that rank 0 has not entered. A rank that waits for another one than rank 0 may still come.
+ranks are elsewhere by then, and the first collective would wait for them in vain. So rank 0 notes
+each such call, and how it ended, in the store by which the ranks have found each other; another
+rank that comes to a call looks for it there. Only where one stays away does rank 0 ask where it is:
+it cannot come any more if it trains on, has ended, or waits in another such call or in a collective
+of all ranks that rank 0 has not entered. A rank that waits for another one than rank 0 may still
+come. A thread answers for it, as a rank that waits in a collective cannot do so itself.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import os
 import pickle
 import threading
 import time
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -38,19 +39,21 @@ from rapidformer.dist.collectives import apart, is_alone
 from rapidformer.errors import RapidformerError
 from rapidformer.log import warn_once
 
-_BRIEF_PATIENCE = timedelta(minutes=1)
-"""For a rank that shows no sign of being elsewhere, if rank 0 can do without it."""
+_BRIEF_PATIENCE = 60.0
+"""Seconds for a rank that shows no sign of being elsewhere, if rank 0 can do without it."""
 _NEVER = timedelta(days=365)
-_LOOK_SECONDS = 0.1
+_SHORT_PAUSE, _LONGEST_PAUSE = 0.01, 0.1
+"""Rank 0 asks nobody as long as its pauses are short: ranks seldom come at the same moment."""
 _STUCK_SECONDS = 1.0
 """From here on, a rank that is in a collective waits there."""
-_HERE = "here"
+_HERE, _MISSING = "here", "did not come"
+_END = "end"
+"""Asks a rank's thread for nothing any more."""
 _ABOVE = ("torch", "rapidformer")
 """Packages whose lines say nothing to the user about where a rank is."""
 _DECORATED = "wrapper"
 """What torch calls the function around each collective."""
 _BETWEEN_TWO = ("send", "recv", "batch_isend_irecv")
-_KEY = "rapidformer/attendance"
 
 _is_together: ContextVar[bool] = ContextVar("is_together", default=False)
 
@@ -63,13 +66,15 @@ def attending(call: str, *, needs_all: str | None, alone: str = "") -> Iterator[
     Otherwise rank 0 works alone, and ``alone`` says what is lost by that.
     """
     roll = _get_roll()
-    if roll is None or is_alone() or _is_together.get():
+    if roll is None:
         yield True
         return
-    absent = roll.call(call, _BRIEF_PATIENCE if needs_all is None else roll.patience)
+    places = roll.call(call, _BRIEF_PATIENCE if needs_all is None else roll.patience)
+    absent = [f"rank {rank} {place}" for rank, place in places.items()]
+    absent[3:] = [f"{len(absent) - 3} more"] if len(absent) > 3 else []
     if absent and needs_all is not None:
         raise RapidformerError(
-            f"{call} was called on rank 0, and not on every rank ({_join(absent)}), but "
+            f"{call} was called on rank 0, and not on every rank ({', '.join(absent)}), but "
             f"{needs_all}: call it on all of them, outside of `if rank == 0`."
         )
     if not absent:
@@ -80,71 +85,34 @@ def attending(call: str, *, needs_all: str | None, alone: str = "") -> Iterator[
             _is_together.reset(token)
     elif dist.get_rank() == 0:
         if alone:
-            warn_once(f"{call} was called on rank 0 alone ({_join(absent)}): {alone}")
+            warn_once(f"{call} was called on rank 0 alone ({', '.join(absent)}): {alone}")
         with apart():
             yield True
     else:
         yield False
 
 
-def _join(absent: list[str]) -> str:
-    more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-    return ", ".join(absent[:3]) + more
-
-
-# ---- what only rank 0 needs to do --------------------------------------------------------------
-
-
 def run_by_first(call: str, action: Callable[[], None]) -> None:
     """Do on rank 0 what needs no other one; those that come wait for it, and raise its error."""
     roll = _get_roll()
-    if roll is None or is_alone() or _is_together.get():
+    if roll is None:
         action()
-        return
-    number = _counts[call] = _counts.get(call, -1) + 1
-    key, store = f"{_KEY}/done/{call}/{number}", get_default_store()
-    if dist.get_rank() == 0:
-        with apart():
-            _post_outcome(action, key, store)
-        return
-    _wait_for(f"{key}/begun", store, call, roll.patience)
-    _wait_for(key, store, call, _NEVER)
-    if (error := pickle.loads(store.get(key))) is not None:
-        raise error
-
-
-_counts: dict[str, int] = {}
-"""How often each was called on this rank."""
-
-
-def _post_outcome(action: Callable[[], None], key: str, store: Any) -> None:
-    store.set(f"{key}/begun", "1")
-    error: Exception | None = RapidformerError("rank 0 was interrupted")
-    try:
-        action()
-        error = None
-    except RapidformerError as reason:
-        error = reason
-        raise
-    except Exception as reason:
-        error = RapidformerError(f"rank 0 failed with {type(reason).__name__}: {reason}")
-        raise
-    finally:
-        store.set(key, pickle.dumps(error))
-
-
-def _wait_for(key: str, store: Any, call: str, patience: timedelta) -> None:
-    # Not the store's own waiting, which Ctrl-C does not end, and which keeps other threads out.
-    deadline, pauses = time.monotonic() + patience.total_seconds(), _pause_longer()
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise RapidformerError(
-                f"{call} was called on rank {dist.get_rank()}, and not on rank 0: call it there."
-            )
-        time.sleep(next(pauses))
-
-
-# ---- where the others are ----------------------------------------------------------------------
+    elif dist.get_rank() > 0:
+        if (theirs := roll.follow(call).error) is not None:
+            raise theirs
+    else:
+        error: Exception | None = RapidformerError("rank 0 was interrupted")
+        roll.note(call)
+        try:
+            with apart():
+                action()
+            error = None
+        except Exception as reason:
+            error = RapidformerError(f"rank 0 failed with {type(reason).__name__}: {reason}")
+            error = reason if isinstance(reason, RapidformerError) else error
+            raise
+        finally:
+            roll.note_end(_Outcome({}, error))
 
 
 _progress = 0
@@ -156,20 +124,42 @@ def note_progress() -> None:
     _progress += 1
 
 
-class _Roll(ABC):
-    """The questions of rank 0 and what becomes of them; each rank has one."""
+class _Outcome(NamedTuple):
+    """How a call of rank 0 has ended."""
+
+    absent: dict[int, str]
+    """Where the ranks are that have not come."""
+    error: Exception | None = None
+
+
+class _Roll:
+    """The calls of rank 0, one after the other, in the store; each rank has one."""
 
     def __init__(self) -> None:
-        self.patience: timedelta = get_default_store().timeout
-        """As long as for a rank that is missing in a collective."""
         global _started
         _started += 1
         # A store may outlive its process group, and serve the next one.
-        self._prefix = f"{_KEY}/{_started}"
+        self._prefix = f"rapidformer/attendance/{_started}"
+        self._rank, self._others = dist.get_rank(), range(1, dist.get_world_size())
         self._number = 0
-        """Of the next question."""
+        """Of rank 0's next call."""
+        self._asked: Counter[int] = Counter()
+        """How often each rank was asked where it is."""
         self._is_over = False
         self._process, self._group = os.getpid(), ref(dist.group.WORLD)
+        store = get_default_store()
+        self.patience = store.timeout.total_seconds()
+        """As long as for a rank that is missing in a collective."""
+        self._store: Any = None
+        """Not kept on rank 0: a process group that is left takes it with it."""
+        if self._rank > 0:
+            self._store = store
+            # With a connection of its own: one that waits lets nobody else ask.
+            own, main = store.clone(), threading.main_thread().ident
+            self._thread = threading.Thread(
+                target=self._answer, args=(own, main), name="rapidformer-roll", daemon=True
+            )
+            self._thread.start()
         atexit.register(self.leave)
 
     @property
@@ -177,158 +167,144 @@ class _Roll(ABC):
         """Whether it is of the process group that there is now."""
         return dist.is_initialized() and self._group() is dist.group.WORLD
 
-    @abstractmethod
-    def call(self, call: str, patience: timedelta) -> list[str]:
+    def call(self, call: str, patience: float) -> dict[int, str]:
         """Where the ranks are that have not come to this call; every rank that has, calls this."""
+        if self._rank > 0:
+            return self.follow(call).absent
+        self.note(call)
+        absent = {0: "was interrupted"}
+        try:
+            absent = self._await_others(patience)
+        finally:
+            self.note_end(_Outcome(absent))
+        return absent
 
     def leave(self) -> None:
         """Before the process group is left: nobody shall wait for this rank."""
         atexit.unregister(self.leave)
         # A forked process shares the connection to the store, and must not use it.
-        if not self._is_over and self._process == os.getpid():
-            self._is_over = True
-            with suppress(RuntimeError):  # the store is gone
-                self._say_goodbye()
+        if self._is_over or self._process != os.getpid():
+            return
+        self._is_over = True
+        with suppress(RuntimeError):  # the store is gone
+            if self._store is not None:
+                self._store.set(self._name("ended", self._rank), "")
+                question = self._name("question", self._rank, self._asked[self._rank])
+                self._store.set(question, _END)
+                self._thread.join(_STUCK_SECONDS)
+            elif self.is_valid:
+                get_default_store().set(self._name("call", self._number), json.dumps(None))
+                for rank in self._others:
+                    self._ask(rank, _END)
 
-    @abstractmethod
-    def _say_goodbye(self) -> None:
-        """Tell the others that this rank is gone."""
+    def _name(self, *parts: str | int) -> str:
+        return "/".join([self._prefix, *map(str, parts)])
 
-    def name(self, kind: str, rank: int | None = None) -> str:
-        parts = [self._prefix, str(self._number), kind, *([] if rank is None else [str(rank)])]
-        return "/".join(parts)
+    # ---- rank 0 --------------------------------------------------------------------------------
 
-    def name_end(self, rank: int) -> str:
-        return f"{self._prefix}/ended/{rank}"
+    def note(self, call: str) -> None:
+        """Rank 0 has come to a call."""
+        get_default_store().set(self._name("call", self._number), json.dumps([call, _progress]))
 
+    def note_end(self, outcome: _Outcome) -> None:
+        """The call is over, or it is known who takes part in it."""
+        get_default_store().set(self._name("end", self._number), pickle.dumps(outcome))
+        self._number += 1
 
-class _Asking(_Roll):
-    """Rank 0's. It does not keep the store: a process group that is left takes it with it."""
-
-    def call(self, call: str, patience: timedelta) -> list[str]:
-        store, absent = get_default_store(), ["rank 0 was interrupted"]
-        self._ask([call, _progress, count_collectives()])
-        try:
-            answers = self._collect(store, time.monotonic() + patience.total_seconds())
-            absent = [f"rank {rank} {text}" for rank, text in answers.items() if text != _HERE]
-        finally:
-            store.set(self.name("verdict"), json.dumps(absent))
-            self._number += 1
-        return absent
-
-    def _ask(self, question: list[Any] | None) -> None:
-        for rank in range(1, dist.get_world_size()):
-            get_default_store().set(self.name("question", rank), json.dumps(question))
-
-    def _collect(self, store: Any, deadline: float) -> dict[int, str]:
-        keys = {rank: self.name("answer", rank) for rank in range(1, dist.get_world_size())}
-        awaited, looked, pauses = list(keys), time.monotonic(), _pause_longer()
-        while not store.check([keys[rank] for rank in awaited]):
-            if (now := time.monotonic()) > deadline:
+    def _await_others(self, patience: float) -> dict[int, str]:
+        store, entered = get_default_store(), count_collectives()
+        deadline = time.monotonic() + patience
+        keys = {rank: self._name("came", self._number, rank) for rank in self._others}
+        elsewhere: dict[int, str] = {}
+        seen: dict[int, tuple[Any, float]] = {}
+        for pause in _pause_longer():
+            awaited = {rank: key for rank, key in keys.items() if rank not in elsewhere}
+            if not awaited or store.check(list(awaited.values())) or time.monotonic() > deadline:
                 break
-            if now - looked > _STUCK_SECONDS:
-                awaited = [rank for rank in awaited if not store.check([self.name_end(rank)])]
-                looked = now
-            time.sleep(next(pauses))
-        return {rank: self._read(store, rank, key) for rank, key in keys.items()}
+            for rank, key in awaited.items() if pause > _SHORT_PAUSE else ():
+                if not store.check([key]) and (place := self._find_place(rank, seen, entered)):
+                    elsewhere[rank] = place
+            time.sleep(pause)
+        answers = {
+            rank: store.get(key).decode() if store.check([key]) else elsewhere.get(rank, _MISSING)
+            for rank, key in keys.items()
+        }
+        return {rank: place for rank, place in answers.items() if place != _HERE}
 
-    def _read(self, store: Any, rank: int, key: str) -> str:
-        if store.check([key]):
-            return str(store.get(key).decode())
-        return "has ended" if store.check([self.name_end(rank)]) else "did not come"
+    def _find_place(
+        self, rank: int, seen: dict[int, tuple[Any, float]], entered: list[int]
+    ) -> str | None:
+        """Where a rank is, if it cannot come any more."""
+        store, answer = get_default_store(), self._name("answer", rank, self._asked[rank])
+        if store.check([self._name("ended", rank)]):
+            return "has ended"
+        if rank not in seen:
+            seen[rank] = None, time.monotonic()
+            self._ask(rank)
+        elif store.check([answer]):
+            progress, *state = json.loads(store.get(answer))
+            store.delete_key(answer)
+            if progress > _progress:
+                return "trains on"
+            if seen[rank][0] != state:
+                seen[rank] = state, time.monotonic()
+            place, counts = state
+            is_beyond = any(theirs > own for theirs, own in zip(counts, entered, strict=True))
+            if place and is_beyond and time.monotonic() - seen[rank][1] > _STUCK_SECONDS:
+                return f"waits in {place[0]}"
+            self._ask(rank)
+        return None
 
-    def _say_goodbye(self) -> None:
-        if self.is_valid:
-            self._ask(None)
+    def _ask(self, rank: int, question: str = "where") -> None:
+        self._asked[rank] += 1
+        get_default_store().set(self._name("question", rank, self._asked[rank]), question)
 
+    # ---- the other ranks -----------------------------------------------------------------------
 
-class _Answering(_Roll):
-    """Another rank's: a thread answers, and tells the main thread the verdict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._store: Any = get_default_store()
-        # A connection of its own: one that waits for a question lets nobody else ask.
-        self._own: Any = self._store.clone()
-        self._rank, self._main = dist.get_rank(), threading.main_thread().ident
-        self._change = threading.Condition()
-        self._here: str | None = None
-        """The call that the main thread has come to."""
-        self._verdict: list[str] | None = None
-        self._missed: tuple[list[Any], list[str]] | None = None
-        """The last question that rank 0 gave up, and the verdict."""
-        self._thread = threading.Thread(target=self._answer, name="rapidformer-roll", daemon=True)
-        self._thread.start()
-
-    def call(self, call: str, patience: timedelta) -> list[str]:
-        with self._change:
-            missed, self._missed = self._missed, None
-            if missed is not None and missed[0] == [call, _progress]:
-                return missed[1]
-            self._here, self._verdict = call, None
-            self._change.notify_all()
-            try:
-                # Rank 0 answers within its own patience, once it has come.
-                seconds = (self.patience + patience).total_seconds()
-                self._change.wait_for(lambda: self._verdict is not None or self._is_over, seconds)
-            finally:
-                self._here = None
-            if self._verdict is None:
+    def follow(self, call: str) -> _Outcome:
+        """Come to a call; returns how rank 0's ended once it has."""
+        store: Any = self._store
+        while True:
+            key, end = self._name("call", self._number), self._name("end", self._number)
+            note = json.loads(store.get(key)) if _wait_for(key, store, self.patience) else None
+            if note is None:
                 raise RapidformerError(
                     f"{call} was called on rank {self._rank}, and not on rank 0: call it there."
                 )
-            return self._verdict
+            is_same, is_over = note[0] == call, store.check([end])
+            if not is_over:
+                came = self._name("came", self._number, self._rank)
+                store.set(came, _HERE if is_same else f"waits in {call}")
+                _wait_for(end, store, _NEVER.total_seconds())
+            outcome: _Outcome = pickle.loads(store.get(end))
+            self._number += 1
+            is_earlier = is_over and note[1] < _progress
+            is_known = outcome.absent.get(self._rank, _MISSING) != _MISSING
+            if is_same and not is_earlier and not is_known:
+                return outcome
 
-    def _answer(self) -> None:
+    def _answer(self, store: Any, main: int) -> None:
+        """What the thread does: say where the main one is whenever rank 0 asks."""
         with suppress(RuntimeError):  # rank 0 has ended, and its store with it
-            while not self._is_over:
-                key = self.name("question", self._rank)
-                self._own.wait([key], _NEVER)
-                if (question := json.loads(self._own.get(key))) is None:
-                    break
-                self._serve(*question)
-                self._number += 1
-        with self._change:
-            self._is_over = True
-            self._change.notify_all()
-
-    def _serve(self, call: str, progress: int, entered: int) -> None:
-        """Answer once it is known where this rank is, until rank 0 does not wait any longer."""
-        answer: str | None = None
-        place: tuple[str, int, int] | None = None
-        since, pauses = time.monotonic(), _pause_longer()
-        with self._change:
-            while not self._own.check([self.name("verdict")]):
-                if self._is_over:
+            while True:
+                self._asked[self._rank] += 1
+                question = self._name("question", self._rank, self._asked[self._rank])
+                if not self._is_over:
+                    store.wait([question], _NEVER)
+                if self._is_over or store.get(question).decode() == _END:
                     return
-                if answer is None:
-                    now = _find_collective(self._main) if count_collectives() > entered else None
-                    place, since = (place, since) if now == place else (now, time.monotonic())
-                    is_stuck = time.monotonic() - since > _STUCK_SECONDS
-                    answer = self._describe(call, progress, place[0] if place and is_stuck else "")
-                    if answer is not None:
-                        self._own.set(self.name("answer", self._rank), answer)
-                        pauses = _pause_longer()
-                self._change.wait(next(pauses))
-            verdict = json.loads(self._own.get(self.name("verdict")))
-            if answer in (None, _HERE) and self._here == call:
-                self._here, self._verdict = None, verdict
-                self._change.notify_all()
-            elif answer is None:
-                self._missed = [call, progress], verdict
+                store.delete_key(question)
+                state = _progress, _find_collective(main), count_collectives()
+                store.set(question.replace("question", "answer"), json.dumps(state))
 
-    def _describe(self, call: str, progress: int, collective: str) -> str | None:
-        """Where this rank is, if it is known whether it still comes."""
-        if self._here is not None:
-            return _HERE if self._here == call else f"waits in {self._here}"
-        if _progress > progress:
-            return "trains on"
-        return f"waits in {collective}" if collective else None
 
-    def _say_goodbye(self) -> None:
-        self._store.set(self.name_end(self._rank), "1")
-        self._store.set(self.name("question", self._rank), json.dumps(None))  # wakes the thread
-        self._thread.join(_STUCK_SECONDS)
+def _wait_for(key: str, store: Any, seconds: float) -> bool:
+    """Whether it is there by then."""
+    # Not the store's own waiting, which Ctrl-C does not end, and which keeps other threads out.
+    deadline, pauses = time.monotonic() + seconds, _pause_longer()
+    while not (is_there := store.check([key])) and time.monotonic() < deadline:
+        time.sleep(next(pauses))
+    return bool(is_there)
 
 
 def _pause_longer() -> Iterator[float]:
@@ -336,7 +312,7 @@ def _pause_longer() -> Iterator[float]:
     pause = 0.001
     while True:
         yield pause
-        pause = min(2 * pause, _LOOK_SECONDS)
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 def _find_collective(thread: int | None) -> tuple[str, int, int] | None:
@@ -373,16 +349,17 @@ _started = 0
 
 
 def _get_roll() -> _Roll | None:
-    """That of the process group, if it was started."""
-    return _roll if _roll is not None and _roll.is_valid else None
+    """That of the process group, if it was started and there is something to find out."""
+    is_clear = is_alone() or _is_together.get()
+    return None if is_clear or _roll is None or not _roll.is_valid else _roll
 
 
 def start_roll() -> None:
     """Let this process ask or answer; every rank calls this after it has joined the others."""
     global _roll
-    if not is_alone() and _get_roll() is None:
+    if not is_alone() and (_roll is None or not _roll.is_valid):
         stop_roll()
-        _roll = _Asking() if dist.get_rank() == 0 else _Answering()
+        _roll = _Roll()
 
 
 def stop_roll() -> None:

@@ -7,15 +7,21 @@ so without LOCAL_RANK they are ignored. A script may also start a process group 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
+from rapidformer.compat.torch_distributed import get_default_store
 from rapidformer.config.derive import is_launched
 from rapidformer.dist.attendance import start_roll, stop_roll
 from rapidformer.dist.heartbeat import start_heartbeat
@@ -53,11 +59,19 @@ def follow_own_group() -> None:
         return
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size > 1:
-        local_rank = rank % (torch.cuda.device_count() or world_size)
+        local_rank = _count_before_on_host(rank) % (torch.cuda.device_count() or world_size)
         if torch.cuda.is_initialized() and torch.cuda.current_device():
             local_rank = torch.cuda.current_device()
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
+
+
+def _count_before_on_host(rank: int) -> int:
+    """How many lower ranks are on this machine; it waits for them alone, not for all."""
+    store, host = get_default_store(), socket.gethostname()
+    store.set(f"rapidformer/host/{rank}", host)
+    before = [store.get(f"rapidformer/host/{lower}").decode() for lower in range(rank)]
+    return before.count(host)
 
 
 def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:
@@ -71,12 +85,31 @@ def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> P
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            backend="cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
-            timeout=timedelta(minutes=timeout_minutes),
-        )
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        _start_group(backend, timedelta(minutes=timeout_minutes))
     start_roll()
     return Processes(rank=rank, local_rank=local_rank, world_size=world_size, device=chosen)
+
+
+_stores: dict[tuple[str | None, ...], Any] = {}
+"""Where the ranks have found each other, by address and port; kept, as a rank that starts its next
+group sooner than rank 0 has left the last one would otherwise find a store that is about to end."""
+_numbers = count()
+
+
+def _start_group(backend: str, timeout: timedelta) -> None:
+    """Start the process group, in a part of the store that no earlier one has written to.
+
+    An earlier group's store has the addresses of connections that are gone. It lives on as long as
+    anything holds that group, such as a mesh, and for as long as the launcher if it is that one's.
+    """
+    place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
+    if place not in _stores:
+        _stores[place] = next(rendezvous("env://", timeout=timeout))
+    whole, rank, world_size = _stores[place]
+    store = PrefixStore(f"rapidformer/{next(_numbers)}", whole)
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def stop_processes() -> None:

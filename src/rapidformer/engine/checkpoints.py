@@ -66,7 +66,7 @@ class Checkpoints(ModelFiles):
         self._lock: FolderLock | None = None
         super().__init__(runtime, model, collect)
         self._clock, self._follow_samples = clock, follow_samples
-        self._background = BackgroundSave()
+        self.background = BackgroundSave()
         self._has_gone_back = True
         """Whether later checkpoints than the loaded one are out of the way."""
         self._saved_in: set[Path] = set()
@@ -130,7 +130,7 @@ class Checkpoints(ModelFiles):
                 if is_apart():  # the results of the others are taken by every rank
                     save.write()
                 elif not wait and self._writes_behind(save.pieces, save.total_bytes):
-                    self._background.start(save)
+                    self.background.start(save)
                 else:
                     save.write()
                     self._last_save = save
@@ -139,24 +139,14 @@ class Checkpoints(ModelFiles):
                     raise
                 self._report_failed_save(self._clock.updates, error)
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether a save in the background was not waited for yet; the same on every rank."""
-        return self._background.save is not None
-
-    @property
-    def is_save_written(self) -> bool:
-        """Whether ``wait_for_save`` would return at once on this rank."""
-        return self._background.is_done
-
     def wait_for_save(self) -> None:
         """Wait until the last checkpoint is complete; if it could not be written, say so."""
-        save = self._background.save
+        save = self.background.save
         if save is None:
             return
         try:
             with in_phase("save"):
-                self._last_save = self._background.finish()
+                self._last_save = self.background.finish()
         except WriteError as error:
             if not save.is_cancelled.is_set():
                 self._report_failed_save(save.step, error)
@@ -164,7 +154,7 @@ class Checkpoints(ModelFiles):
     def _finish_last(self) -> None:
         """One save at a time; every rank takes the result of one that all have begun."""
         if is_apart():
-            self._background.join()
+            self.background.join()
             return
         self.wait_for_save()
         self._last_save = None
@@ -173,10 +163,6 @@ class Checkpoints(ModelFiles):
         """The last complete checkpoint, once; None if it failed or was taken before."""
         save, self._last_save = self._last_save, None
         return save
-
-    def cancel_save(self) -> None:
-        """Give up the checkpoint that is being written; the earlier ones stay."""
-        self._background.cancel()
 
     def _report_failed_save(self, step: int, error: WriteError) -> None:
         if self._runtime.is_main:
@@ -194,7 +180,7 @@ class Checkpoints(ModelFiles):
         pieces = plan_save(self._collect(), with_optimizer=self.args.save_optim)
         total = sum(gather_from_all(sum(piece.data.nbytes for piece in pieces)))
         if self._writes_behind(pieces, total):
-            self._background.reserve(pieces)
+            self.background.reserve(pieces)
 
     def _writes_behind(self, pieces: list[Piece], total_bytes: int) -> bool:
         asked = self.args.async_save
@@ -208,7 +194,7 @@ class Checkpoints(ModelFiles):
             return True
         if total_bytes < SMALLEST_BYTES:
             return False
-        has_room = self._background.has_room(pieces)
+        has_room = self.background.has_room(pieces)
         if not has_room:
             warn_once(
                 "training waits while checkpoints are written: host memory has no room for a copy "
@@ -252,7 +238,7 @@ class Checkpoints(ModelFiles):
         """Finish what is being written, and let other runs write to the folder."""
         try:
             if is_apart():
-                self._background.join()
+                self.background.join()
             else:
                 self.wait_for_save()
         finally:

@@ -6,7 +6,7 @@ The first loader that is built is the training data's, unless the caller says ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -22,6 +22,7 @@ from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.mixture import Sets
+from rapidformer.data.nested import map_tensors
 from rapidformer.data.rounds import MixedOrder, RepeatedOrder
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
@@ -272,13 +273,7 @@ class RunData:
 
         For what is not computed row by row: a loss repeated ``batch_size`` times.
         """
-        if isinstance(values, torch.Tensor) and values.dim():
-            return self.drop_surplus_items(values)
-        if isinstance(values, Mapping):
-            return {name: self.drop_surplus_rows(value) for name, value in values.items()}
-        if isinstance(values, (list, tuple)):
-            return type(values)(self.drop_surplus_rows(value) for value in values)
-        return values
+        return map_tensors(values, lambda _, t: self.drop_surplus_items(t) if t.dim() else t)
 
     def drop_surplus_items(self, values: Any) -> Any:
         """The same for a single tensor, or a list with an item per row."""

@@ -61,8 +61,8 @@ class UpdateClock:
         self.on_bad_update: Callable[[BadUpdate], None] | None = None
         """Called for an update that was skipped at once; for loops that do not ask ``settle``."""
         self._bad: BadUpdate | None = None
-        self._late_schedule: Callable[[], None] | None = None
-        self._pending_schedule: Callable[[], None] | None = None
+        self._schedule: Callable[[], None] | None = None
+        """The schedule's step that waits for its update, or for the verdict on it."""
         self._is_schedule_due = False
         """Whether the schedule has not followed the last update yet."""
         self._parameters: Sequence[nn.Parameter] = ()
@@ -289,9 +289,7 @@ class UpdateClock:
             )
         if not self._is_complete:
             return
-        if self._measure is not None and not self._is_clipped:
-            self._norm = self._measure()
-        norm = self._norm
+        norm = self._norm = self.grad_norm
         assert norm is not None
         if self.guard is not None and self._is_refused(self.guard, norm, scaler):
             self._skip()
@@ -313,10 +311,9 @@ class UpdateClock:
             scaler.update(overflowed=False)
         self._outcome = "done"
         self.updates += 1
-        self._is_schedule_due = self._pending_schedule is None
-        if self._pending_schedule is not None:
-            self._move_schedule(self._pending_schedule)
-            self._pending_schedule = None
+        self._is_schedule_due = self._schedule is None
+        if self._schedule is not None:
+            self._move_schedule(self._schedule)
         get_observer().see_update()
 
     def _run_step(
@@ -346,8 +343,7 @@ class UpdateClock:
         return self._bad is not None
 
     def _skip(self) -> None:
-        self._outcome = "skipped"
-        self._pending_schedule = None
+        self._outcome, self._schedule = "skipped", None
         if self.keeper is not None:
             self.keeper.drop()
 
@@ -357,7 +353,7 @@ class UpdateClock:
             bad, self._bad = self._bad, None
             return bad
         bad = self.guard.settle()
-        schedule, self._late_schedule = self._late_schedule, None
+        schedule, self._schedule = self._schedule, None
         if bad is not None:
             self.updates -= 1
         elif schedule is not None:
@@ -369,15 +365,15 @@ class UpdateClock:
         take_gradients(parameters)
         self._reset()
         self.updates = updates
-        self._bad = self._late_schedule = self._pending_schedule = None
+        self._bad = self._schedule = None
         if self.guard is not None:
             self.guard.forget()
 
     def _move_schedule(self, step: Callable[[], None]) -> None:
         """With the update, or with its verdict if that is read later."""
-        if self.guard is not None and self.guard.is_pending:
-            self._late_schedule = step
-        else:
+        is_early = self.guard is not None and self.guard.is_pending
+        self._schedule = step if is_early else None
+        if not is_early:
             step()
 
     def advance_schedule(self, step: Callable[[], None]) -> None:
@@ -395,4 +391,4 @@ class UpdateClock:
             self._is_schedule_due = False
             self._move_schedule(step)
         elif self.is_unused:
-            self._pending_schedule = step
+            self._schedule = step

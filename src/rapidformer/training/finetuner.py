@@ -11,12 +11,12 @@ MyFinetuner(engine=RapidformerEngine()).train()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.errors import RapidformerError
-from rapidformer.training.evaluation import Evaluation, Metrics
+from rapidformer.training.evaluation import Evaluation
 from rapidformer.training.template import Template, _missing_hook, unpack_datasets
 
 
@@ -51,21 +51,13 @@ class Finetuner(Template):
         )  # fmt: skip
 
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
-        wanted = (
-            "train, validation and test data (each may be None) and a collate function (or None)"
-        )
-        return unpack_datasets(self.train_valid_test_datasets_provider(), wanted)
+        return unpack_datasets(self.train_valid_test_datasets_provider())
 
     def make_evaluation(self, model: Any, loader: DistributedLoader | None) -> Evaluation | None:
         has_hook = type(self).run_compute_metrics is not Finetuner.run_compute_metrics
         if loader is None or not has_hook:
             return None
         return self.plan_evaluation(lambda: to_metrics(self.run_compute_metrics([model], loader)))
-
-    def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
-        """The metrics hook once more, on test data, when training has ended."""
-        evaluation = self.make_evaluation(model, self.build_eval_loader(dataset, collate))
-        return None if evaluation is None else evaluation.run
 
 
 def to_metrics(returned: Any) -> dict[str, float]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -73,8 +73,7 @@ class PreTrainer(Template):
     def get_datasets(self) -> tuple[Any, Any, Any, Any]:
         hook: Any = self.train_valid_test_datasets_provider
         provided = hook(self.count_samples()) if accepts_arguments(hook, 1) else hook()
-        wanted = "three datasets: training, validation, test (each may be None)"
-        return unpack_datasets(provided, wanted)
+        return unpack_datasets(provided)
 
     def count_samples(self) -> list[int]:
         """The number of training, validation and test samples of the run."""
@@ -98,10 +97,6 @@ class PreTrainer(Template):
         if loader is None:
             return None
         return self.plan_evaluation(lambda: self.measure_loss(model, loader), _EVAL_INTERVAL)
-
-    def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
-        loader = self.build_eval_loader(dataset, collate)
-        return None if loader is None else lambda: self.measure_loss(model, loader)
 
     def measure_loss(self, model: Any, loader: DistributedLoader) -> Metrics:
         """Loss and perplexity over the first ``--eval-iters`` global batches, always the same."""

@@ -25,7 +25,6 @@ from rapidformer.data.label_view import Prepared, iterate_examples, to_json, vie
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_on_first
 from rapidformer.dist.heartbeat import announce_record, take_phases
-from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger
 from rapidformer.report import PAGE_FILE
 from rapidformer.report.page import write_page
@@ -48,7 +47,6 @@ class RunRecord(Callback):
         self,
         args: Settings,
         *,
-        resume_step: int,
         is_main: bool,
         summary: Sequence[str],
         prepared: Prepared | None,
@@ -57,7 +55,7 @@ class RunRecord(Callback):
     ) -> None:
         """``prepared`` reads batches; evaluations leave tables and samples in ``details``."""
         self.folder = Path(args.save) if is_main and args.save is not None else None
-        self._args, self._resume_step, self._summary = args, resume_step, summary
+        self._args, self._summary = args, summary
         self._prepared, self._details, self._check_folder = prepared, details, check_folder
         self._seconds: dict[str, list[float]] = {}
         """By phase, then by rank."""
@@ -66,8 +64,8 @@ class RunRecord(Callback):
 
     def _append(self, event: str, /, **facts: Any) -> None:
         if self.folder is not None:
-            with _quietly(), _ignoring_others():
-                self._check_folder()
+            with _quietly():
+                self._check_folder()  # another run may have taken it over
                 append_event(self.folder, event, **facts)
 
     def on_train_begin(self, loop: RunningLoop, control: Control) -> None:
@@ -76,10 +74,10 @@ class RunRecord(Callback):
         if self.folder is None:
             return
         with _quietly():
-            if not self._resume_step:
+            if not loop.step:
                 (self.folder / EVENTS_FILE).unlink(missing_ok=True)
             self._append(
-                "start", step=self._resume_step, train_iters=loop.train_iters,
+                "start", step=loop.step, train_iters=loop.train_iters,
                 command=describe_command(), folder=str(Path.cwd()), summary=list(self._summary),
                 environment=describe_environment(self._args.world_size),
             )  # fmt: skip
@@ -138,7 +136,7 @@ class RunRecord(Callback):
         self._append("end", step=loop.step, state=state, reason=self._failure)
         if self._args.report == "off":
             return
-        with _quietly(), _ignoring_others():
+        with _quietly():
             self._check_folder()
             page = write_page([self.folder], self.folder / PAGE_FILE)
             loop.say(f"page      {page}")
@@ -150,15 +148,6 @@ def _quietly() -> Iterator[None]:
         yield
     except Exception as reason:
         get_logger().debug("the run's page lacks something: %s", reason, exc_info=True)
-
-
-@contextmanager
-def _ignoring_others() -> Iterator[None]:
-    """Another run may have taken the folder over: its record is not ours to write."""
-    try:
-        yield
-    except CheckpointError:
-        return
 
 
 def describe_command() -> str:

@@ -66,7 +66,7 @@ class Saves:
             wait=wait,
         )
         self._stall = time.monotonic() - started
-        if not self._engine.checkpoints.is_saving:
+        if self._engine.checkpoints.background.save is None:
             self.finish()
 
     def finish(self) -> None:
@@ -85,13 +85,13 @@ class Saves:
 
     def report_if_written(self) -> None:
         """Report a save that is complete by now; rank 0 decides, so that all ranks do."""
-        checkpoints = self._engine.checkpoints
-        if checkpoints.is_saving and broadcast_object(checkpoints.is_save_written):
+        background = self._engine.checkpoints.background
+        if background.save is not None and broadcast_object(background.is_done):
             self.finish()
 
     def give_up(self, error: BaseException) -> None:
         """Let a save be completed before the run fails; a second Ctrl-C does not wait for it."""
         if isinstance(error, KeyboardInterrupt):
-            self._engine.checkpoints.cancel_save()
+            self._engine.checkpoints.background.cancel()
         with suppress(Exception):
             self.finish()

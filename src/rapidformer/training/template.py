@@ -160,7 +160,8 @@ class Template(ABC):
 
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
         """How the finished model is evaluated on test data; None if it is not."""
-        return None
+        evaluation = self.make_evaluation(model, self.build_eval_loader(dataset, collate))
+        return None if evaluation is None else evaluation.run
 
     def _choose_folder(self) -> str | None:
         """Give the run a folder, unless it keeps none; returned if this rank may remove it."""
@@ -199,12 +200,10 @@ class Template(ABC):
                 )
         if args.save is not None:
             begin = functools.partial(
-                begin_run,
-                Path(args.save),
+                begin_run, Path(args.save), overwrite=args.overwrite,
                 source=None if args.load is None else Path(args.load).expanduser(),
                 continues=resume is not None and not args.finetune,
-                overwrite=args.overwrite,
-            )
+            )  # fmt: skip
             # Rank 0 looks; what it finds wrong stops all ranks.
             run_on_first(begin, Path(args.save))
         return resume
@@ -257,9 +256,8 @@ class Template(ABC):
     def make_forward(self, model: Any) -> BoundObjective:
         """The objective with this model: a function of the batch only."""
         if self.has_shifted_labels is not None:
-            self.engine.updates.weights.shifts_labels = (
-                self.has_shifted_labels and not self.engine.model.has_learned_tokens
-            )
+            is_shifted = self.has_shifted_labels and not self.engine.model.has_learned_tokens
+            self.engine.updates.weights.shifts_labels = is_shifted
         return BoundObjective(
             self.build_objective(), model, self.frozen_models.get(), self.engine.model.evaluating
         )
@@ -295,21 +293,20 @@ class Template(ABC):
             self.frozen_models.take_reference(None)
         # Another batch size changes it.
         train_iters = self.engine.data.get_train_iters() or train_iters
+        checkpoints, is_main = self.engine.checkpoints, self.engine.is_main
         if self.args.save is not None:
-            self.engine.checkpoints.abandon_later(Path(self.args.save), [LAST])
+            checkpoints.abandon_later(Path(self.args.save), [LAST])
         reporter = Reporter(
             self.args, total_steps=train_iters, resume_step=self.engine.updates.clock.updates,
-            speaks=self.engine.is_main, trackers=self.trackers, facts=describe_model(self.engine),
-            check_folder=self.engine.checkpoints.check_folder,
+            speaks=is_main, trackers=self.trackers, facts=describe_model(self.engine),
+            check_folder=checkpoints.check_folder,
         )  # fmt: skip
-        is_main = self.engine.is_main
         summary = describe_run(self.engine, train_iters, loader, eval_data) if is_main else []
         for line in summary:
             get_logger().info(line)
         record = RunRecord(
-            self.args, resume_step=self.engine.updates.clock.updates,
-            is_main=is_main, summary=summary, prepared=self.get_prepared(),
-            details=self.details, check_folder=self.engine.checkpoints.check_folder,
+            self.args, is_main=is_main, summary=summary, prepared=self.get_prepared(),
+            details=self.details, check_folder=checkpoints.check_folder,
         )  # fmt: skip
         forward = self.make_forward(model)
         if loader.sets is not None and len(loader.sets.names) > 1:
@@ -377,10 +374,13 @@ def find_processor(template: Any, collate: Any, model: Any) -> Any | None:
         return None  # the model has none and needs none
 
 
-def unpack_datasets(provided: Any, wanted: str) -> tuple[Any, Any, Any, Any]:
+def unpack_datasets(provided: Any) -> tuple[Any, Any, Any, Any]:
     """Training, validation and test data and the collate function, as a hook returned them."""
     if not isinstance(provided, tuple) or len(provided) not in (3, 4):
-        raise RapidformerError(f"train_valid_test_datasets_provider must return {wanted}.")
+        raise RapidformerError(
+            "train_valid_test_datasets_provider must return training, validation and test data "
+            "(each may be None), and a collate function if wanted."
+        )
     train_data, valid_data, test_data, collate = (*provided, None)[:4]
     if train_data is None:
         raise RapidformerError("train_valid_test_datasets_provider returned no training data.")

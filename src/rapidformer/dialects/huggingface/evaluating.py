@@ -185,9 +185,9 @@ class EvaluationMethods(RunRecords, DataMethods):
         asked = prediction_loss_only
         loss_only = self.args.prediction_loss_only if asked is None else asked
         loader = self.engine.data.adopt_loader(dataloader, is_training=False)
+        self._await_all("predict" if description == "Prediction" else "evaluate")
         with ExitStack() as stack:
             if not self._is_training:
-                self._await_all("predict" if description == "Prediction" else "evaluate")
                 # A run of training has regularized the model already.
                 stack.enter_context(regularize(self.model, self.engine.args))
             stack.enter_context(self._evaluating())
