@@ -189,6 +189,25 @@ def _restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
         table.update(before)
 
 
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, no module of a library drops anything, nor lets attention do so in its kernels."""
+    rates = [
+        (module, name, value)
+        for module in filter(_is_from_library, model.modules())
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and (name == "p" if isinstance(module, DROPOUTS) else "dropout" in name)
+    ]
+    try:
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, value in rates:
+            setattr(module, name, value)
+
+
 class Steady(TorchDispatchMode):
     """Inside, dropout keeps everything, and the usual draws of random numbers are one number.
 
@@ -201,20 +220,13 @@ class Steady(TorchDispatchMode):
         self, model: nn.Module, shape: Sequence[int] = (1, 1), own: Sequence[nn.Module] = ()
     ) -> None:
         super().__init__()
-        self._model, (self._rows, self._columns), self._own = model, shape, own
-        self._rates: list[tuple[Any, str, float]] = []
+        (self._rows, self._columns), self._own = shape, own
+        self._undropped = without_dropout(model)
         self._hooks: list[Any] = []
         self._depth = 0
 
     def __enter__(self) -> Steady:
-        # Attention would draw in its kernels.
-        for module in filter(_is_from_library, self._model.modules()):
-            for name, value in vars(module).items():
-                is_rate = name == "p" if isinstance(module, DROPOUTS) else "dropout" in name
-                if is_rate and isinstance(value, float):
-                    self._rates.append((module, name, value))
-        for module, name, _ in self._rates:
-            setattr(module, name, 0.0)
+        self._undropped.__enter__()
         for module in self._own:
             self._hooks.append(module.register_forward_pre_hook(self._go_in))
             self._hooks.append(module.register_forward_hook(self._come_out, always_call=True))
@@ -231,8 +243,7 @@ class Steady(TorchDispatchMode):
         super().__exit__(*problem)
         for hook in self._hooks:
             hook.remove()
-        for module, name, value in self._rates:
-            setattr(module, name, value)
+        self._undropped.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
