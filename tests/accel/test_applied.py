@@ -327,6 +327,36 @@ def test_a_row_copies_the_tables_of_a_model_once() -> None:
     assert model.table == {"left": 1, "changed": 2}
 
 
+def test_rows_in_turn_copy_what_the_row_before_has_changed() -> None:
+    class Counted(dict[str, int]):
+        copies = 0
+
+        def copy(self) -> dict[str, int]:
+            self.copies += 1
+            return dict(self)
+
+    model: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model[0].table, model[1].table = Counted(left=1), Counted(left=2)
+    applied = Applied(model)
+    with applied.in_turn():
+        with applied.row("first"):
+            model[0].table["first"] = 3
+        with applied.row("second"):
+            model[0].table["second"] = 4
+            model.append(nn.Identity())
+        with applied.row("third"):
+            model[2].third = 5
+    assert (model[0].table.copies, model[1].table.copies) == (3, 1)
+    model[1].between = 6  # the user's
+    with applied.row("later"):
+        model[1].table["later"] = 7
+    assert [row.changes for row in applied.rows] == [1, 2, 1, 1]
+    identity = model[2]
+    assert applied.undo()
+    assert (model[0].table, model[1].table) == ({"left": 1}, {"left": 2})
+    assert model[1].between == 6 and not hasattr(identity, "third")
+
+
 def test_an_engine_that_is_dropped_without_being_closed_leaves_what_it_has_entered() -> None:
     undone: list[str] = []
     change = Change(lambda: lambda: undone.append("once"))

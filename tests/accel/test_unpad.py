@@ -25,13 +25,15 @@ from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.columns import Filling
 from rapidformer.accel.cuda_graph.inputs import read_fixed_rows
-from rapidformer.accel.unpad import calls, kernels
+from rapidformer.accel.unpad import calls, kernels, proof
 from rapidformer.accel.unpad.batches import (
     FixedRows,
     find_rows,
     fix_rows,
 )
+from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.sides import read_filled_sides
+from rapidformer.accel.unpad.stirring import Steady
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, find_plan
@@ -127,6 +129,26 @@ class Note:
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         self.shapes.append(tuple(hidden.shape[:2]))
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("llama", 0), ("opt", 2)])
+def test_passes_are_steadied_if_they_draw(
+    kind: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OPT draws for each block whether it is left out, at whatever rate."""
+    entered: list[Steady] = []
+
+    class Counted(Steady):
+        def __enter__(self) -> Steady:
+            entered.append(self)
+            return super().__enter__()
+
+    monkeypatch.setattr(proof, "Steady", Counted)
+    model = build(AutoModelForCausalLM, kind)
+    before = torch.get_rng_state()
+    assert find_difference(model, find_plan(model), lambda batch: model(**batch)) is None
+    assert len(entered) == passes
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", LANGUAGE)

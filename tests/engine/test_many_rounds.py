@@ -1,4 +1,4 @@
-"""Twenty rounds of compose, train and close in one process: the last one is like the first."""
+"""Eight rounds of compose, train and close in one process: the last one is like the first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.processes import run_in_processes
 
 pytestmark = pytest.mark.slow
 Settings = dict[str, Any]
-ROUNDS, WARM = 20, 2
+ROUNDS, WARM = 8, 2
 IN_TURN: list[tuple[str, Settings]] = [
     ("gpt2", {}),
     ("gpt2", {"dynamic_shape": "on"}),

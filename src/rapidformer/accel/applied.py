@@ -68,26 +68,43 @@ class Applied:
         """Those that were registered besides."""
         self._model = model if model is not None else nn.Module()
         self._current: AppliedRow | None = None
+        self._looks: dict[int, _Look] | None = None
+        """After the row before, by the owner's id, while rows follow each other."""
         self._contexts: list[weakref.finalize[..., Any]] = []
         """The exits of those that were entered."""
         self._undo = ExitStack()
         self._undo.callback(self.plain.restore)
 
     @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Inside, only rows change the model: what one has left is what the next one finds."""
+        self._looks = {}
+        try:
+            yield
+        finally:
+            self._looks = None
+
+    @contextmanager
     def row(self, name: str, *, is_silent: bool = False) -> Iterator[AppliedRow]:
         """Inside, what changes in the model, and what is registered here, belongs to this row."""
         row = self._current = AppliedRow(name, is_silent)
-        before = [_Look(owner) for owner in _list_owners(self._model)]
+        known = self._looks or {}
+        before = [known.get(id(owner)) or _Look(owner) for owner in _list_owners(self._model)]
         outer, self._undo = self._undo, ExitStack()
         try:
             yield row
         finally:
             registered, self._undo = self._undo, outer
-            for look in before:
-                for undo in look.find_changes():
-                    row.changes += 1
+            for number, look in enumerate(before):
+                undos = list(look.find_changes())
+                row.changes += len(undos)
+                for undo in undos:
                     self._undo.callback(undo)
                     self.changes.append((look.owner, undo))
+                if undos and self._looks is not None:
+                    before[number] = _Look(look.owner)
+            if self._looks is not None:
+                self._looks = {id(look.owner): look for look in before}
             self.rows.append(row)
             # Undone before that: what the row has registered, such as a hook on a parameter.
             self._undo.push(registered)

@@ -245,11 +245,12 @@ def _apply_all(assembly: Assembly) -> None:
 
 def _apply_rows(assembly: Assembly, moment: Moment) -> None:
     """Apply the rows due at this moment."""
-    for switch in SWITCHES:
-        if switch.module and switch.moment == moment and _is_due(switch, assembly):
-            apply = getattr(_import(switch), switch.module.partition(":")[2] or "apply")
-            with assembly.applied.row(switch.name, is_silent=switch.kind == "always") as row:
-                row.line = apply(assembly) or ""
+    with assembly.applied.in_turn():
+        for switch in SWITCHES:
+            if switch.module and switch.moment == moment and _is_due(switch, assembly):
+                apply = getattr(_import(switch), switch.module.partition(":")[2] or "apply")
+                with assembly.applied.row(switch.name, is_silent=switch.kind == "always") as row:
+                    row.line = apply(assembly) or ""
 
 
 def _is_due(switch: Switch, assembly: Assembly) -> bool:

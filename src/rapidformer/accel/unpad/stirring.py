@@ -177,6 +177,25 @@ def _restore_table(table: dict[str, Any], before: dict[str, Any]) -> None:
         table.update(before)
 
 
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, no module of a library drops anything, nor lets attention do so in its kernels."""
+    rates = [
+        (module, name, value)
+        for module in filter(_is_from_library, model.modules())
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and (name == "p" if isinstance(module, DROPOUTS) else "dropout" in name)
+    ]
+    try:
+        for module, name, _ in rates:
+            setattr(module, name, 0.0)
+        yield
+    finally:
+        for module, name, value in rates:
+            setattr(module, name, value)
+
+
 class Steady(TorchDispatchMode):
     """Inside, dropout keeps everything, and the usual draws of random numbers are one number.
 
@@ -194,13 +213,7 @@ class Steady(TorchDispatchMode):
         self._depth = 0
 
     def __enter__(self) -> Steady:
-        # Attention would draw in its kernels.
-        for module in filter(_is_from_library, self._model.modules()):
-            for name, value in vars(module).items():
-                is_rate = name == "p" if isinstance(module, DROPOUTS) else "dropout" in name
-                if is_rate and isinstance(value, float):
-                    setattr(module, name, 0.0)
-                    self._changes.callback(setattr, module, name, value)
+        self._changes.enter_context(without_dropout(self._model))
         for module in self._own:
             self._changes.callback(module.register_forward_pre_hook(self._go_in).remove)
             hook = module.register_forward_hook(self._come_out, always_call=True)
