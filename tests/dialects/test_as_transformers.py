@@ -1,0 +1,97 @@
+"""``Trainer`` beside transformers' own, in the same run: the same numbers, and the same refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+import rapidformer
+from rapidformer.errors import ConfigurationError
+
+
+def make_llama() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, num_attention_heads=2, **sizes))
+
+
+def make_rows(*, shifts: bool) -> list[dict[str, torch.Tensor]]:
+    """Rows with labels of very unequal number; of those that are shifted already, even fewer."""
+    torch.manual_seed(1)
+    rows = []
+    for number in range(16):
+        labels = torch.randint(0, 50, (32,))
+        row = {"input_ids": labels.clone(), "labels": labels}
+        labels[: number * 5 % 28] = -100
+        if shifts:
+            row["shift_labels"] = torch.cat([labels[1:], torch.tensor([-100])])
+            row["shift_labels"][20 + number % 3 : 26] = -100
+        rows.append(row)
+    return rows
+
+
+def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def train(room: ModuleType, folder: Path, rows: list[Any], **settings: Any) -> list[Any]:
+    arguments = room.TrainingArguments(
+        str(folder / room.__name__), use_cpu=True, logging_steps=1, learning_rate=0.5, optim="sgd",
+        train_sampling_strategy="sequential", disable_tqdm=True, save_strategy="no",
+        num_train_epochs=2, remove_unused_columns=False, **settings,
+    )  # fmt: skip
+    trainer = room.Trainer(make_llama(), arguments, stack, train_dataset=rows)
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return [line[name] for line in lines for name in ("loss", "grad_norm")]
+
+
+@pytest.mark.parametrize("shifts", [False, True], ids=["labels", "shifted labels"])
+def test_unequal_micro_batches_of_a_language_model(tmp_path: Path, shifts: bool) -> None:
+    """What is predicted is counted, also where the collate function has shifted the labels."""
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    rows = make_rows(shifts=shifts)
+    ours = train(rapidformer, tmp_path, rows, **settings)
+    theirs = train(transformers, tmp_path, rows, **settings)
+    assert len(ours) == 8
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_loss_that_is_divided_by_the_accelerators_accumulation(tmp_path: Path) -> None:
+    """transformers' accelerator says 1: its Trainer accumulates by itself."""
+    found = []
+    for room in (rapidformer, transformers):
+
+        class Dividing(room.Trainer):  # type: ignore[misc,name-defined]
+            def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+                return model(**inputs).loss / self.accelerator.gradient_accumulation_steps
+
+        arguments = room.TrainingArguments(
+            str(tmp_path / room.__name__), use_cpu=True, logging_steps=1, max_steps=1,
+            gradient_accumulation_steps=4, per_device_train_batch_size=4, save_strategy="no",
+            train_sampling_strategy="sequential", disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{**row, "labels": row["input_ids"]} for row in make_rows(shifts=False)]
+        trainer = Dividing(make_llama(), arguments, stack, train_dataset=rows)
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        found.append(trainer.state.log_history[0]["grad_norm"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_a_generation_config_that_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
+    bad = GenerationConfig(do_sample=False, top_p=0.9)
+    arguments = rapidformer.Seq2SeqTrainingArguments(str(tmp_path), generation_config=bad)
+    with pytest.raises(ConfigurationError, match=r"generation_config contradicts itself.*[\s\S]*top_p"):
+        rapidformer.Seq2SeqTrainer(make_llama(), arguments)
+    path = tmp_path / "mine.json"
+    path.write_text(GenerationConfig(max_new_tokens=7).to_json_string())
+    arguments = rapidformer.Seq2SeqTrainingArguments(str(tmp_path), generation_config=str(path))
+    trainer: Any = rapidformer.Seq2SeqTrainer(make_llama(), arguments)
+    assert trainer.model.generation_config.max_new_tokens == 7
