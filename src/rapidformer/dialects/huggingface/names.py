@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
@@ -154,8 +155,9 @@ class NamedFields:
     seed: Annotated[int, mapped("seed")] = 42
     data_seed: Annotated[int | None, mapped("data_seed")] = None
     use_cpu: Annotated[bool, honoured("same as device cpu", "device")] = False
-    accelerator_config: Annotated[Options, ignored(
-        "Accelerate is not used; batches are always even")] = None  # fmt: skip
+    accelerator_config: Annotated[Options, honoured(
+        "num_steps of its gradient_accumulation_kwargs; on several processes, split_batches is an "
+        "error that says which batch size to give; the rest has no effect")] = None  # fmt: skip
     parallelism_config: Annotated[Options, honoured(
         "tp_size, cp_size or sp_size, and dp_shard_size (ZeRO-3); an object or a "
         "dictionary")] = None  # fmt: skip
@@ -211,7 +213,15 @@ class NamedFields:
             from transformers.integrations import get_available_reporting_integrations
 
             self.report_to = get_available_reporting_integrations()
+        self._report_to_launcher()
         self.torch_compile = self.torch_compile or self.torch_compile_backend is not None
+
+    def _report_to_launcher(self) -> None:
+        """Kubeflow's trainer starts its jobs with this address, and waits for their progress."""
+        is_off = os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() == "TRUE"
+        is_told = "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and not is_off
+        if is_told and "kubeflow" not in self.report_to:
+            self.report_to = [*self.report_to, "kubeflow"]
 
 
 def list_reports(given: str | list[str] | None) -> list[str]:
