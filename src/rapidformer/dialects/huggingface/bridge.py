@@ -41,7 +41,7 @@ class TrainerTemplate(Template):
     def __init__(self, trainer: EvaluationMethods, engine: RapidformerEngine) -> None:
         super().__init__(engine)
         self.trainer = trainer
-        self.processor = trainer.processing_class
+        self.processor = trainer.saved_processor
         self._events = LoopEvents(trainer)
         self.callbacks = [self._events]
         self.smooths_labels = trainer.smooths_labels

@@ -60,7 +60,13 @@ class RunRecords(TrainerInterface):
         if self.is_world_process_zero():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
-        self.engine.checkpoints.export_into(folder, self.processing_class)
+        self.engine.checkpoints.export_into(folder, self.saved_processor)
+
+    @property
+    def saved_processor(self) -> Any:
+        """What is saved beside the model: without processing_class, the collate function's."""
+        own = getattr(self.data_collator, "tokenizer", None)
+        return own if self.processing_class is None else self.processing_class
 
     def save_state(self) -> None:
         """Save the history of the run as transformers does, in ``trainer_state.json``."""
