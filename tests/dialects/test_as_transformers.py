@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,8 @@ import transformers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import rapidformer
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, DataError
+from tests.processes import run_in_kept_processes
 
 
 def make_llama() -> Any:
@@ -40,16 +42,46 @@ def stack(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def train(room: ModuleType, folder: Path, rows: list[Any], **settings: Any) -> list[Any]:
+class Joined:
+    """A loader of several loaders, as scripts for several tasks have it."""
+
+    def __init__(self, *loaders: Any) -> None:
+        self.loaders = loaders
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def __iter__(self) -> Iterator[Any]:
+        for loader in self.loaders:
+            yield from loader
+
+
+def train(
+    room: ModuleType, folder: Path, rows: list[Any], *, joins: bool = False, **settings: Any
+) -> list[Any]:
+    """Losses, gradient norms, rates and places of the run's updates."""
+
+    class Joining(room.Trainer):  # type: ignore[misc,name-defined]
+        def get_train_dataloader(self) -> Any:
+            load = super().get_train_dataloader
+            return Joined(load(), load()) if joins else load()
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            load = super().get_eval_dataloader
+            return Joined(load(eval_dataset), load(eval_dataset)) if joins else load(eval_dataset)
+
     arguments = room.TrainingArguments(
         str(folder / room.__name__), use_cpu=True, logging_steps=1, learning_rate=0.5, optim="sgd",
         train_sampling_strategy="sequential", disable_tqdm=True, save_strategy="no",
         num_train_epochs=2, remove_unused_columns=False, **settings,
     )  # fmt: skip
-    trainer = room.Trainer(make_llama(), arguments, stack, train_dataset=rows)
+    trainer = Joining(make_llama(), arguments, stack, train_dataset=rows, eval_dataset=rows[:8])
     trainer.train()
+    assert len(trainer.predict(rows[:8]).predictions) == 8
+    assert trainer.evaluate()["epoch"] == 2.0
     lines = [line for line in trainer.state.log_history if "loss" in line]
-    return [line[name] for line in lines for name in ("loss", "grad_norm")]
+    names = ("loss", "grad_norm", "learning_rate", "epoch")
+    return [line[name] for line in lines for name in names]
 
 
 @pytest.mark.parametrize("shifts", [False, True], ids=["labels", "shifted labels"])
@@ -59,8 +91,28 @@ def test_unequal_micro_batches_of_a_language_model(tmp_path: Path, shifts: bool)
     rows = make_rows(shifts=shifts)
     ours = train(rapidformer, tmp_path, rows, **settings)
     theirs = train(transformers, tmp_path, rows, **settings)
-    assert len(ours) == 8
+    assert len(ours) == 4 * 4
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_loader_that_is_none_of_torchs(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    rows = make_rows(shifts=False)
+    ours = train(rapidformer, tmp_path, rows, joins=True, **settings)
+    theirs = train(transformers, tmp_path, rows, joins=True, **settings)
+    assert len(ours) == 8 * 4
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_loader_that_is_none_of_torchs_cannot_be_divided(tmp_path: Path) -> None:
+    for text in run_in_kept_processes(_join_on_ranks, 2, str(tmp_path)):
+        assert "a Joined cannot be divided over 2 processes: return a torch DataLoader" in text
+
+
+def _join_on_ranks(folder: str) -> str:
+    with pytest.raises(DataError) as caught:
+        train(rapidformer, Path(folder), make_rows(shifts=False), joins=True)
+    return str(caught.value)
 
 
 def test_a_loss_that_is_divided_by_the_accelerators_accumulation(tmp_path: Path) -> None:

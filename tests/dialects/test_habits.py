@@ -387,6 +387,7 @@ def test_a_stream_that_has_a_length_decides_the_schedule(tmp_path: Path) -> None
     lines = [line for line in trainer.state.log_history if "loss" in line]
     rates = [line["learning_rate"] / trainer.args.learning_rate for line in lines]
     assert rates == pytest.approx([1 - step / 6 for step in range(6)])
+    assert [line["epoch"] for line in lines] == pytest.approx([n / 3 for n in range(1, 7)])
 
 
 def test_an_epoch_is_whole_without_the_rows_that_it_drops(tmp_path: Path) -> None:
