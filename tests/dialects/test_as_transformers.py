@@ -95,6 +95,18 @@ def test_unequal_micro_batches_of_a_language_model(tmp_path: Path, shifts: bool)
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+def test_a_micro_batch_of_padding_alone(tmp_path: Path) -> None:
+    """As empty lines of a text become, if no token marks the start of a row."""
+    rows = make_rows(shifts=False)
+    for number, row in enumerate(rows):
+        length = 0 if number in (2, 3, 9) else 4 + number
+        row["labels"][length:] = -100
+        row["attention_mask"] = (torch.arange(32) < length).long()
+    settings: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    ours = train(rapidformer, tmp_path, rows, **settings)
+    assert ours == pytest.approx(train(transformers, tmp_path, rows, **settings), rel=1e-5)
+
+
 def test_a_loader_that_is_none_of_torchs(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     rows = make_rows(shifts=False)

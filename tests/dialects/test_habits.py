@@ -430,10 +430,13 @@ def test_special_tokens_follow_the_tokenizer(tmp_path: Path) -> None:
     assert (trainer.model.config.eos_token_id, trainer.model.config.pad_token_id) == (1, 2)
 
 
-def test_optimizers_do_not_go_with_model_init(tmp_path: Path) -> None:
+def test_optimizers_go_neither_with_model_init_nor_with_a_class(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(make_classifier().parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="override create_optimizer instead"):
         make_trainer(tmp_path, model_init=make_classifier, optimizers=(optimizer, None))
+    others: Any = (torch.optim.SGD, {"lr": 0.2})
+    with pytest.raises(ConfigurationError, match="both say which optimizer: give one"):
+        make_trainer(tmp_path, optimizers=(optimizer, None), optimizer_cls_and_kwargs=others)
 
 
 def test_smoothed_labels_of_t5_need_no_decoder_inputs(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ class Trainer(OptimizerMethods, EvaluationMethods):
                 "optimizers= trains one model, and model_init makes a new one for each run: "
                 "override create_optimizer instead."
             )
+        if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
+            raise ConfigurationError(
+                "optimizers= and optimizer_cls_and_kwargs= both say which optimizer: give one."
+            )
         self.args = args if args is not None else TrainingArguments("trainer_output")
         if self.args.eval_strategy != "no" and eval_dataset is None:
             raise ConfigurationError(
