@@ -234,6 +234,16 @@ def test_accumulation_may_be_said_in_the_accelerators_configuration(kind: Any) -
     assert build_settings(arguments).gradient_accumulation_steps == 10
 
 
+def test_the_accelerators_configuration_is_there_to_be_changed(tmp_path: Path) -> None:
+    arguments: Any = TrainingArguments(str(tmp_path))
+    theirs: Any = transformers.TrainingArguments(str(tmp_path)).accelerator_config
+    assert arguments.to_dict()["accelerator_config"] == dataclasses.asdict(theirs)
+    assert "accelerator_config" not in str(arguments).partition("# defaults")[0]
+    arguments.accelerator_config.dispatch_batches = False
+    arguments.accelerator_config.gradient_accumulation_kwargs = {"num_steps": 3}
+    assert build_settings(arguments).gradient_accumulation_steps == 3
+
+
 def test_batches_that_all_processes_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigurationError, match=r"=8 counts the rows of all 4 processes.*by 4"):

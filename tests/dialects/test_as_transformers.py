@@ -152,7 +152,9 @@ def test_a_loss_that_is_divided_by_the_accelerators_accumulation(tmp_path: Path)
 def test_a_generation_config_that_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
     bad = GenerationConfig(do_sample=False, top_p=0.9)
     arguments = rapidformer.Seq2SeqTrainingArguments(str(tmp_path), generation_config=bad)
-    with pytest.raises(ConfigurationError, match=r"generation_config contradicts itself.*[\s\S]*top_p"):
+    with pytest.raises(
+        ConfigurationError, match=r"generation_config contradicts itself.*[\s\S]*top_p"
+    ):
         rapidformer.Seq2SeqTrainer(make_llama(), arguments)
     path = tmp_path / "mine.json"
     path.write_text(GenerationConfig(max_new_tokens=7).to_json_string())

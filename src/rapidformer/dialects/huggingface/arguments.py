@@ -24,6 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
+from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
 from rapidformer.dialects.huggingface.names import NEEDS_METRICS, NamedFields, list_changed
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -148,8 +149,11 @@ class TrainingArguments(NamedFields):
         from rapidformer.dialects.huggingface.settings import check_arguments
 
         settings = check_arguments(self)
-        if self.accelerator_config is not None:  # says it as well
+        options: Any = self.accelerator_config
+        if options is not None:  # says it as well
             self.gradient_accumulation_steps = settings.gradient_accumulation_steps or 1
+        if options is None or isinstance(options, dict):
+            self.accelerator_config = AcceleratorOptions(**(options or {}))
 
     def __getattr__(self, name: str) -> Any:
         """transformers' ``set_training``, ``set_save`` ...: they only set fields."""

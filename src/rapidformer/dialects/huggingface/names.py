@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
+from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 Options = dict[str, Any] | str | None
@@ -155,7 +156,7 @@ class NamedFields:
     seed: Annotated[int, mapped("seed")] = 42
     data_seed: Annotated[int | None, mapped("data_seed")] = None
     use_cpu: Annotated[bool, honoured("same as device cpu", "device")] = False
-    accelerator_config: Annotated[Options, honoured(
+    accelerator_config: Annotated[Options | AcceleratorOptions, honoured(
         "num_steps of its gradient_accumulation_kwargs; on several processes, split_batches is an "
         "error that says which batch size to give; the rest has no effect")] = None  # fmt: skip
     parallelism_config: Annotated[Options, honoured(
@@ -241,6 +242,8 @@ def list_changed(arguments: NamedFields) -> list[str]:
     changed = {f.name for f in fields if getattr(arguments, f.name) != get_default(f)}
     if not arguments.report_to:
         changed.discard("report_to")  # "none" has become an empty list
+    if arguments.accelerator_config == AcceleratorOptions():
+        changed.discard("accelerator_config")
     return [field.name for field in fields if field.name in changed]
 
 

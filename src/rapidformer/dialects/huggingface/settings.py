@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
+from rapidformer.dialects.huggingface.accelerator_options import DEFAULTS, READ
 from rapidformer.dialects.huggingface.names import (
     HUGGING_FACE,
     NEEDS_METRICS,
@@ -226,18 +227,10 @@ def _translate_fsdp(arguments: NamedFields, problems: list[str]) -> Values:
     return values
 
 
-_WITHOUT_EFFECT = {
-    "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True,
-    "non_blocking": False, "use_configured_state": False,
-}  # fmt: skip
-"""What Accelerate's configuration says besides, and how it stands if nobody has changed it."""
-
-
 def _translate_accelerator(arguments: NamedFields, problems: list[str]) -> Values:
     config = _read_mapping(arguments.accelerator_config, "accelerator_config", problems)
-    accumulates = config.pop("gradient_accumulation_kwargs", None) or {}
     processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if config.pop("split_batches", False) and processes > 1:
+    if config.get("split_batches") and processes > 1:
         rows = arguments.per_device_train_batch_size
         problems.append(
             f"accelerator_config: with split_batches, per_device_train_batch_size={rows} counts "
@@ -245,12 +238,11 @@ def _translate_accelerator(arguments: NamedFields, problems: list[str]) -> Value
             f"split_batches out, and divide both batch sizes by {processes}."
         )
     for name, value in config.items():
-        if name not in _WITHOUT_EFFECT:
-            known = ", ".join(["split_batches", "gradient_accumulation_kwargs", *_WITHOUT_EFFECT])
-            problems.append(f"accelerator_config: {name!r} is not one of {known}.")
-        elif value != _WITHOUT_EFFECT[name]:
+        if name not in DEFAULTS:
+            problems.append(f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}.")
+        elif name not in READ and value != DEFAULTS[name]:
             warn_once(f"accelerator_config: {name} has no effect, as Accelerate is not used.")
-    steps = accumulates.get("num_steps")
+    steps = (config.get("gradient_accumulation_kwargs") or {}).get("num_steps")
     if steps is None:
         return {}
     if arguments.gradient_accumulation_steps not in (1, steps):
