@@ -60,8 +60,9 @@ TOKEN_LABELS = torch.tensor([[5, -100, 7, 8], [-100, 3, -100, -100]])
     ],
     ids=[
         "token labels", "class labels", "ignored class", "floats", "float rows", "all ignored",
-        "language model", "shifted by the collator", "no labels", "4-d mask", "multiple choice", "images", "odd values",
-        "tuple", "list", "empty", "text", "tensor", "nested", "custom names", "pair of ids",
+        "language model", "shifted by the collator", "no labels", "4-d mask", "multiple choice",
+        "images", "odd values", "tuple", "list", "empty", "text", "tensor", "nested",
+        "custom names", "pair of ids",
     ],
 )  # fmt: skip
 def test_counts(batch: Any, expected: tuple[int, ...]) -> None:

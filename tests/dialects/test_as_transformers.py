@@ -1,4 +1,4 @@
-"""``Trainer`` beside transformers' own, in the same run: the same numbers, and the same refusals."""
+"""``Trainer`` beside transformers' own: the same numbers, and mistakes found as early."""
 
 from __future__ import annotations
 
@@ -105,6 +105,26 @@ def test_a_micro_batch_of_padding_alone(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     ours = train(rapidformer, tmp_path, rows, **settings)
     assert ours == pytest.approx(train(transformers, tmp_path, rows, **settings), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["all", "non_padding"])
+def test_tokens_are_counted_if_asked_for(tmp_path: Path, kind: str) -> None:
+    rows = [{**row, "attention_mask": torch.arange(32) < 20} for row in make_rows(shifts=False)]
+    found = []
+    for room in (rapidformer, transformers):
+        folder = tmp_path / room.__name__
+        for resumed in (None, str(folder / "checkpoint-2")):
+            arguments: Any = room.TrainingArguments(
+                str(folder), use_cpu=True, logging_steps=1, max_steps=5, save_steps=2,
+                include_num_input_tokens_seen=kind, per_device_train_batch_size=2,
+                gradient_accumulation_steps=2, disable_tqdm=True,
+            )  # fmt: skip
+            trainer: Any = room.Trainer(make_llama(), arguments, stack, train_dataset=rows)
+            trainer.train(resume_from_checkpoint=resumed)
+            history = trainer.state.log_history
+            found.append([line["num_input_tokens_seen"] for line in history])
+    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0][:2] == [128, 256] if kind == "all" else [80, 160]
 
 
 def test_a_loader_that_is_none_of_torchs(tmp_path: Path) -> None:

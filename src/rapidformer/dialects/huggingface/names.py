@@ -58,7 +58,8 @@ class NamedFields:
         "gradients are always those of the mean over all labels of the "
         "global batch")] = True  # fmt: skip
     max_grad_norm: Annotated[float, mapped("clip_grad")] = 1.0
-    label_smoothing_factor: Annotated[float, mapped("label_smoothing")] = 0.0
+    label_smoothing_factor: Annotated[float, mapped(
+        "label_smoothing", "of the model's own loss")] = 0.0  # fmt: skip
     # ---- precision and memory
     bf16: Annotated[bool, mapped("bf16")] = False
     fp16: Annotated[bool, mapped("fp16")] = False
@@ -90,8 +91,9 @@ class NamedFields:
     logging_first_step: Annotated[bool, mapped("log_first_step")] = False
     log_on_each_node: Annotated[bool, ignored("only rank 0 logs")] = True
     logging_nan_inf_filter: Annotated[bool, ignored("a NaN loss stops the run")] = True
-    include_num_input_tokens_seen: Annotated[str, ignored(
-        "metrics.jsonl has tokens_per_second in every line")] = "no"  # fmt: skip
+    include_num_input_tokens_seen: Annotated[str, honoured(
+        '"all" counts padding, "non_padding" what the attention mask shows; the speed is in '
+        "metrics.jsonl")] = "no"  # fmt: skip
     log_level: Annotated[str, honoured('"passive" means info', "log_level")] = "passive"
     log_level_replica: Annotated[str, ignored("only rank 0 logs")] = "warning"
     disable_tqdm: Annotated[bool | None, honoured(

@@ -51,6 +51,8 @@ class RunRecords(TrainerInterface):
         """Keep numbers in the history of the run and tell the callbacks."""
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callbacks.call("on_log", logs=logs)
 
