@@ -92,7 +92,8 @@ class NamedFields:
     log_on_each_node: Annotated[bool, ignored("only rank 0 logs")] = True
     logging_nan_inf_filter: Annotated[bool, ignored("a NaN loss stops the run")] = True
     include_num_input_tokens_seen: Annotated[str, honoured(
-        '"all" counts padding, "non_padding" leaves out what the attention mask hides')] = "no"  # fmt: skip
+        '"all" counts padding, "non_padding" leaves out what the attention mask '
+        'hides')] = "no"  # fmt: skip
     log_level: Annotated[str, honoured('"passive" means info', "log_level")] = "passive"
     log_level_replica: Annotated[str, ignored("only rank 0 logs")] = "warning"
     disable_tqdm: Annotated[bool | None, honoured(
