@@ -30,6 +30,10 @@ TOKEN_LABELS = torch.tensor([[5, -100, 7, 8], [-100, 3, -100, -100]])
         ({"input_ids": IDS, "labels": torch.zeros(2, 5)}, (2, 2, 2, 8, 8)),
         ({"input_ids": IDS, "labels": torch.full((2, 4), -100)}, (2, 0, 0, 8, 8)),
         ({"input_ids": IDS, "labels": IDS}, (2, 8, 6, 8, 8)),
+        (
+            {"input_ids": IDS, "labels": IDS, "shift_labels": TOKEN_LABELS},
+            (2, 4, 4, 8, 8),
+        ),
         ({"input_ids": IDS}, (2, 2, 2, 8, 8)),
         ({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 4, 4)}, (2, 2, 2, 8, 8)),
         (
@@ -56,8 +60,9 @@ TOKEN_LABELS = torch.tensor([[5, -100, 7, 8], [-100, 3, -100, -100]])
     ],
     ids=[
         "token labels", "class labels", "ignored class", "floats", "float rows", "all ignored",
-        "language model", "no labels", "4-d mask", "multiple choice", "images", "odd values",
-        "tuple", "list", "empty", "text", "tensor", "nested", "custom names", "pair of ids",
+        "language model", "shifted by the collator", "no labels", "4-d mask", "multiple choice",
+        "images", "odd values", "tuple", "list", "empty", "text", "tensor", "nested",
+        "custom names", "pair of ids",
     ],
 )  # fmt: skip
 def test_counts(batch: Any, expected: tuple[int, ...]) -> None:

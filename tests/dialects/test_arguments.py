@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from transformers import HfArgumentParser, IntervalStrategy
+from transformers import HfArgumentParser, IntervalStrategy, SchedulerType
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 import rapidformer
 from rapidformer import Seq2SeqTrainingArguments, TrainingArguments
@@ -194,6 +196,15 @@ def test_all_problems_at_once() -> None:
         ({"torch_empty_cache_steps": -1}, "must be a whole number of at least 1, got -1"),
         ({"fp16": True, "bf16": True}, "fp16=True and bf16=True contradict each other"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "looks at metrics: set eval_strategy"),
+        ({"accelerator_config": {"split": True}}, "accelerator_config: 'split' is not one of"),
+        ({"accelerator_config": AcceleratorConfig}, "accelerator_config=.* cannot be read"),
+        (
+            {
+                "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}},
+                "gradient_accumulation_steps": 2,
+            },
+            "says num_steps=4, and gradient_accumulation_steps is 2: give one of them",
+        ),
     ],
 )
 def test_mistakes_are_found_where_they_are_made(given: dict[str, Any], message: str) -> None:
@@ -213,6 +224,52 @@ def test_words_of_transformers_become_plain_ones() -> None:
               "epochs": 2}  # fmt: skip
     assert {name: getattr(settings, name) for name in wanted} == wanted
     assert not hasattr(arguments, "nonsense")
+
+
+@pytest.mark.parametrize("kind", [dict, AcceleratorConfig])
+def test_accumulation_may_be_said_in_the_accelerators_configuration(kind: Any) -> None:
+    config = kind(gradient_accumulation_kwargs={"num_steps": 10}, split_batches=True)
+    arguments = TrainingArguments("out", accelerator_config=config)
+    assert arguments.gradient_accumulation_steps == 10
+    assert build_settings(arguments).gradient_accumulation_steps == 10
+
+
+def test_the_accelerators_configuration_is_there_to_be_changed(tmp_path: Path) -> None:
+    arguments: Any = TrainingArguments(str(tmp_path))
+    theirs: Any = transformers.TrainingArguments(str(tmp_path)).accelerator_config
+    assert arguments.to_dict()["accelerator_config"] == dataclasses.asdict(theirs)
+    assert "accelerator_config" not in str(arguments).partition("# defaults")[0]
+    arguments.accelerator_config.dispatch_batches = False
+    arguments.accelerator_config.gradient_accumulation_kwargs = {"num_steps": 3}
+    assert build_settings(arguments).gradient_accumulation_steps == 3
+
+
+def test_batches_that_all_processes_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigurationError, match=r"=8 counts the rows of all 4 processes.*by 4"):
+        TrainingArguments("out", accelerator_config={"split_batches": True})
+
+
+def test_kubeflow_hears_of_a_run_that_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "https://there")
+    assert TrainingArguments("out").report_to == ["kubeflow"]
+    given = TrainingArguments("out", report_to=["tensorboard", "kubeflow"])
+    assert given.report_to == ["tensorboard", "kubeflow"]
+    monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", "true")
+    assert TrainingArguments("out").report_to == []
+
+
+def test_fields_of_a_subclass_are_written_as_transformers_does() -> None:
+    @dataclasses.dataclass
+    class Own(TrainingArguments):
+        kind: Any = SchedulerType.COSINE
+        dtype: Any = torch.bfloat16
+        init: Any = dataclasses.field(default_factory=lambda: {"dtype": torch.float16})
+
+    values = Own("out", accelerator_config=AcceleratorConfig(split_batches=True)).to_dict()
+    found = values["kind"], values["dtype"], values["init"]
+    assert found == ("cosine", "bfloat16", {"dtype": "float16"})
+    assert values["accelerator_config"]["split_batches"] is True
 
 
 def test_the_launchers_flags_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,36 @@ class Load(transformers.TrainerCallback):
         self.seen += 1
 
 
+def test_the_tokenizer_of_the_collate_function_is_saved(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(make_model_folder(tmp_path / "model"))
+    tokenizer.add_tokens(["<own>"])
+    pad = transformers.DataCollatorWithPadding(tokenizer)
+    trainer = make_trainer(tmp_path / "out", data_collator=pad, max_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path / "out" / "checkpoint-1", tmp_path / "saved"):
+        assert len(AutoTokenizer.from_pretrained(folder)) == len(tokenizer)
+
+
+def test_a_run_resumes_with_a_load_state_dict_of_the_models_own(tmp_path: Path) -> None:
+    class Renames(type(make_classifier())):  # type: ignore[misc]
+        def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
+            named = {name.removeprefix("module."): w for name, w in state_dict.items()}
+            return super().load_state_dict(named, strict=strict)
+
+    def make_model() -> Any:
+        model = make_classifier()
+        model.__class__ = Renames
+        return model
+
+    settings: dict[str, Any] = {"learning_rate": 1e-2, "save_steps": 2, "max_steps": 4}
+    make_trainer(tmp_path / "out", model=make_model(), **settings).train()
+    shutil.copytree(tmp_path / "out", tmp_path / "again", symlinks=True)
+    again = make_trainer(tmp_path / "again", model=make_model(), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "again" / "checkpoint-2"))
+    assert read_losses(tmp_path / "again") == read_losses(tmp_path / "out")
+
+
 def test_every_checkpoint_is_a_model_and_the_run_resumes_from_it(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(make_model_folder(tmp_path / "model"))
     load = Load(AutoModelForSequenceClassification.from_pretrained)

@@ -387,6 +387,7 @@ def test_a_stream_that_has_a_length_decides_the_schedule(tmp_path: Path) -> None
     lines = [line for line in trainer.state.log_history if "loss" in line]
     rates = [line["learning_rate"] / trainer.args.learning_rate for line in lines]
     assert rates == pytest.approx([1 - step / 6 for step in range(6)])
+    assert [line["epoch"] for line in lines] == pytest.approx([n / 3 for n in range(1, 7)])
 
 
 def test_an_epoch_is_whole_without_the_rows_that_it_drops(tmp_path: Path) -> None:
@@ -429,10 +430,13 @@ def test_special_tokens_follow_the_tokenizer(tmp_path: Path) -> None:
     assert (trainer.model.config.eos_token_id, trainer.model.config.pad_token_id) == (1, 2)
 
 
-def test_optimizers_do_not_go_with_model_init(tmp_path: Path) -> None:
+def test_optimizers_go_neither_with_model_init_nor_with_a_class(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(make_classifier().parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match="override create_optimizer instead"):
         make_trainer(tmp_path, model_init=make_classifier, optimizers=(optimizer, None))
+    others: Any = (torch.optim.SGD, {"lr": 0.2})
+    with pytest.raises(ConfigurationError, match="both say which optimizer: give one"):
+        make_trainer(tmp_path, optimizers=(optimizer, None), optimizer_cls_and_kwargs=others)
 
 
 def test_smoothed_labels_of_t5_need_no_decoder_inputs(tmp_path: Path) -> None:

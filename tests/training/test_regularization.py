@@ -34,6 +34,40 @@ def test_smoothed_loss_of_a_classifier() -> None:
     assert torch.equal(model(input_ids=ids, labels=labels).loss, plain.loss)
 
 
+@pytest.mark.parametrize("returns", ["mapping", "tuple", "logits alone"])
+def test_smoothed_loss_of_a_model_of_ones_own(returns: str) -> None:
+    class Plain(torch.nn.Linear):
+        def forward(self, x: Any, labels: Any = None) -> Any:
+            logits = super().forward(x)
+            loss = torch.nn.functional.cross_entropy(logits, labels)
+            if returns == "mapping":
+                return {"loss": loss, "logits": logits, "more": x}
+            return (logits, x) if returns == "logits alone" else (loss, logits, x)
+
+    torch.manual_seed(0)
+    model, x, labels = Plain(4, 3), torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
+    with regularize(model, arguments_from_mapping({"label_smoothing": 0.2})):
+        output = model(x, labels=labels)
+    found = list(output.values()) if returns == "mapping" else list(output)
+    expected = torch.nn.functional.cross_entropy(found[1], labels, label_smoothing=0.2)
+    torch.testing.assert_close(found[0], expected)
+    assert found[2] is x
+
+
+def test_a_model_without_logits_is_not_smoothed_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Bare(torch.nn.Linear):
+        def forward(self, x: Any, labels: Any = None) -> Any:
+            return {"loss": super().forward(x).mean()}
+
+    warn_once.cache_clear()
+    model, x = Bare(4, 3), torch.randn(5, 4)
+    with regularize(model, arguments_from_mapping({"label_smoothing": 0.2})):
+        model(x, labels=torch.tensor([0, 2, 1, 1, 0]))
+    assert "--label-smoothing has no effect: the model returns no logits" in caplog.text
+
+
 def test_numbers_cannot_be_smoothed(caplog: pytest.LogCaptureFixture) -> None:
     warn_once.cache_clear()
     model, ids = make_bert().train(), torch.arange(6).reshape(2, 3)

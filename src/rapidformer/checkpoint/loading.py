@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,16 @@ def move_schedule(scheduler: LambdaLR, optimizer: Optimizer, position: int) -> N
         group["lr"] = rate
 
 
+def _put_weights(model: nn.Module, weights: dict[str, Any]) -> None:
+    """Leniently: names were compared before, and batch norms of other stages add their own."""
+    taken = inspect.signature(model.load_state_dict).parameters
+    if "assign" in taken or any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+        lenient = torch_states.StateDictOptions(strict=False)
+        torch_states.set_model_state_dict(model, weights, options=lenient)
+    else:  # a method of the model's own, which torch would call with more than it takes
+        model.load_state_dict(weights, False)
+
+
 def _load_tensors(
     folder: Path, state: TrainingState, *, with_optimizer: bool, allows_partial: bool
 ) -> None:
@@ -159,9 +170,7 @@ def _load_tensors(
     model_part: dict[str, Any] = {
         name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)
     }
-    # Names were compared above. Batch norms of other stages look for counters and add their own.
-    lenient = torch_states.StateDictOptions(strict=False)
-    torch_states.set_model_state_dict(state.model, model_part, options=lenient)
+    _put_weights(state.model, model_part)
     if not with_optimizer:
         return
     with state.bypass():

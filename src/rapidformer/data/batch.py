@@ -57,6 +57,8 @@ def describe_batch(batch: Any) -> BatchInfo:
         return BatchInfo(rows=rows, labels=rows, shifted_labels=rows, tokens=tokens, slots=tokens)
     rows = count_rows(batch)
     labels, shifted = _count_labels(batch.get("labels"), rows)
+    if isinstance(next_labels := batch.get("shift_labels"), torch.Tensor):
+        labels = shifted = _count_labels(next_labels, rows)[0]  # a loss compares these as they are
     tokens, slots = _count_tokens(batch, rows)
     return BatchInfo(rows=rows, labels=labels, shifted_labels=shifted, tokens=tokens, slots=slots)
 

@@ -92,6 +92,7 @@ class DistributedLoader:
         self.samples_per_round = self.total_batch_size = self._cut.samples
         self.samples_per_update = self._cut.samples_per_update
         self.updates_per_epoch = -(-self._cut.count_after(0) // rounds_per_update)
+        """Of a stream 0, unless somebody knows them."""
         self.has_token_budget = token_budget is not None
         """Whether updates differ in their number of micro-batches."""
         self.tells_epoch = True
@@ -124,7 +125,13 @@ class DistributedLoader:
         return (self.epoch + 1) * self.updates_per_epoch - left
 
     def count_epochs_done(self) -> float:
-        """Epochs until here; of a stream, whole ones. What an epoch drops is no part of it."""
+        """Epochs until here. What an epoch drops is no part of it.
+
+        Of a stream they are whole ones, unless somebody knows its updates.
+        """
+        if self.is_stream and self.updates_per_epoch:
+            updates = -(-self.consumed_samples // self.samples_per_update)
+            return self.epoch + min(1.0, updates / self.updates_per_epoch)
         used = self._cut.num_used if self.num_samples else 0
         return self.epoch + (self.consumed_samples / used if used else 0.0)
 

@@ -223,7 +223,9 @@ class RunData:
             return args.train_iters
         if args.train_samples is not None:
             return self.batches.count_updates(args.train_samples) + self._extra_updates
-        if args.epochs is not None and loader is not None and not loader.is_stream:
+        if args.epochs is None or loader is None:
+            return None
+        if loader.updates_per_epoch or not loader.is_stream:  # a stream may know them, too
             return math.ceil(args.epochs * loader.updates_per_epoch) + self._extra_updates
         return None
 

@@ -39,6 +39,10 @@ class RunningLoop(Protocol):
         """Tokens of this process so far, padding included."""
 
     @property
+    def tokens(self) -> int:
+        """The same without padding."""
+
+    @property
     def step(self) -> int:
         """Optimizer steps done."""
 

@@ -96,6 +96,11 @@ class TrainingLoop:
         return self.meter.all_slots
 
     @property
+    def tokens(self) -> int:
+        """The same without padding."""
+        return self.meter.all_tokens
+
+    @property
     def live_loss(self) -> float | None:
         """The running mean that the progress bar shows; None without a bar."""
         return self.meter.live_loss.value if self.meter.live_loss else None

@@ -87,8 +87,8 @@ class Meter:
         self._topology = topology
         self.live_loss = LiveLoss(device) if live else None
         self._update = WeightedSums()
-        self.all_slots = 0
-        """Tokens of the run on this process, padding included."""
+        self.all_tokens = self.all_slots = 0
+        """Tokens of the run on this process, without and with padding."""
         self._start()
 
     def _start(self) -> None:
@@ -104,6 +104,7 @@ class Meter:
         self._rows += info.rows
         self._tokens += info.tokens
         self._slots += info.slots
+        self.all_tokens += info.tokens
         self.all_slots += info.slots
         self._labels += info.labels
 

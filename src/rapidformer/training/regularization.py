@@ -38,19 +38,37 @@ def _smooth_labels(model: nn.Module, smoothing: float) -> RemovableHandle:
     def replace_loss(
         module: nn.Module, inputs: Any, settings: Mapping[str, Any], output: Any
     ) -> Any:
-        labels, logits = settings.get("labels"), getattr(output, "logits", None)
+        labels = settings.get("labels")
         if labels is None or labels.is_floating_point():
             if module.training:
                 warn_once("--label-smoothing has no effect: the model gets no classes as labels.")
             return output
-        if logits is not None:
-            if is_shifted:
-                logits, labels = logits[..., :-1, :], labels[..., 1:]
-            rows = logits.reshape(-1, logits.shape[-1]).float()
-            output["loss"] = cross_entropy(rows, labels.reshape(-1), label_smoothing=smoothing)
+        logits, rest = _split_output(output)
+        if not isinstance(logits, torch.Tensor):
+            if module.training:
+                warn_once("--label-smoothing has no effect: the model returns no logits.")
+            return output
+        if is_shifted:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        rows = logits.reshape(-1, logits.shape[-1]).float()
+        loss = cross_entropy(rows, labels.reshape(-1), label_smoothing=smoothing)
+        if isinstance(output, tuple):
+            return loss, *rest
+        output["loss"] = loss
         return output
 
     return model.register_forward_hook(replace_loss, with_kwargs=True)
+
+
+def _split_output(output: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The logits of an output with names or without, and a tuple's parts besides its loss."""
+    if isinstance(output, Mapping):
+        return output.get("logits"), ()
+    if not isinstance(output, tuple):
+        return None, ()
+    has_loss = output[:1] and isinstance(output[0], torch.Tensor) and not output[0].dim()
+    rest = output[1:] if has_loss else output
+    return next(iter(rest), None), rest
 
 
 def _add_noise(model: nn.Module, alpha: float) -> RemovableHandle:

@@ -123,8 +123,8 @@ def is_removable(
 ) -> bool:
     """Whether there is enough padding, and removing it cannot change what is read."""
     padding = is_real.size - np.count_nonzero(is_real)
-    if not padding or padding < least * is_real.size:
-        return False
+    if not padding or padding < least * is_real.size or padding == is_real.size:
+        return False  # of padding alone, nothing would be left to compute on
     is_causal = shifts_labels(model)
     # Every label must be predicted from a real token.
     if labels is not None and labels.shape == is_real.shape:

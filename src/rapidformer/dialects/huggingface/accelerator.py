@@ -134,9 +134,8 @@ class TrainerAccelerator(ProcessVerbs):
         clock = self.engine.updates.clock
         return not clock.is_accumulating if clock.forced is None else clock.forced
 
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        return self._trainer.args.gradient_accumulation_steps
+    gradient_accumulation_steps = 1
+    """As in transformers, where the trainer accumulates by itself: no loss is divided by it."""
 
     @property
     def deepspeed_plugin(self) -> Any:

@@ -18,11 +18,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
+from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
 from rapidformer.dialects.huggingface.names import NEEDS_METRICS, NamedFields, list_changed
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import warn_once
@@ -104,6 +106,21 @@ def _rename(named: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+def _to_plain(value: Any) -> Any:
+    """A value as transformers writes it: JSON has neither enums nor dtypes."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _to_plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_to_plain(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        shown = [field.name for field in dataclasses.fields(value) if field.name[0] != "_"]
+        return {name: _to_plain(getattr(value, name)) for name in shown}
+    is_dtype = "torch" in sys.modules and isinstance(value, sys.modules["torch"].dtype)
+    return str(value).removeprefix("torch.") if is_dtype else value
+
+
 @takes_former_names
 @dataclass(repr=False)
 class TrainingArguments(NamedFields):
@@ -131,7 +148,12 @@ class TrainingArguments(NamedFields):
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         from rapidformer.dialects.huggingface.settings import check_arguments
 
-        check_arguments(self)
+        settings = check_arguments(self)
+        options: Any = self.accelerator_config
+        if options is not None:  # says it as well
+            self.gradient_accumulation_steps = settings.gradient_accumulation_steps or 1
+        if options is None or isinstance(options, dict):
+            self.accelerator_config = AcceleratorOptions(**(options or {}))
 
     def __getattr__(self, name: str) -> Any:
         """transformers' ``set_training``, ``set_save`` ...: they only set fields."""
@@ -223,7 +245,7 @@ class TrainingArguments(NamedFields):
         """Every field by name; tokens are masked."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         return {
-            name: f"<{name.upper()}>" if name.endswith("_token") and value else value
+            name: f"<{name.upper()}>" if name.endswith("_token") and value else _to_plain(value)
             for name, value in values.items()
         }
 

@@ -14,6 +14,7 @@ from rapidformer.compat.patches import Change
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.events import REQUESTS, LoopEvents
+from rapidformer.dialects.huggingface.own_loaders import adopt_loader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.training.evaluation import Evaluation, Progress
@@ -41,7 +42,7 @@ class TrainerTemplate(Template):
     def __init__(self, trainer: EvaluationMethods, engine: RapidformerEngine) -> None:
         super().__init__(engine)
         self.trainer = trainer
-        self.processor = trainer.processing_class
+        self.processor = trainer.saved_processor
         self._events = LoopEvents(trainer)
         self.callbacks = [self._events]
         self.smooths_labels = trainer.smooths_labels
@@ -91,7 +92,7 @@ class TrainerTemplate(Template):
         """Make the training loader, then switch the model on with its optimizer and schedule."""
         with self.trainer.accelerator.leaving_loaders():
             loader = self.trainer.get_train_dataloader()
-        self.trainer.train_dataloader = self.engine.data.adopt_loader(loader, is_training=True)
+        self.trainer.train_dataloader = adopt_loader(self.engine, loader, is_training=True)
         self.compose()
 
     def compose(self) -> Any:

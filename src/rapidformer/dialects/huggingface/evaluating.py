@@ -25,6 +25,7 @@ from rapidformer.data.nested import map_tensors
 from rapidformer.dialects.huggingface.data_methods import DataMethods, has_loss_without_labels
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels
+from rapidformer.dialects.huggingface.own_loaders import adopt_loader
 from rapidformer.dialects.huggingface.records import RunRecords
 from rapidformer.dist.attendance import attending
 from rapidformer.engine import RapidformerEngine
@@ -184,7 +185,7 @@ class EvaluationMethods(RunRecords, DataMethods):
         """Predict a loader's data without gradients and dropout."""
         asked = prediction_loss_only
         loss_only = self.args.prediction_loss_only if asked is None else asked
-        loader = self.engine.data.adopt_loader(dataloader, is_training=False)
+        loader = adopt_loader(self.engine, dataloader, is_training=False)
         self._await_all("predict" if description == "Prediction" else "evaluate")
         with ExitStack() as stack:
             if not self._is_training:

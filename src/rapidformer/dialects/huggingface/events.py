@@ -86,6 +86,7 @@ class LoopEvents(Callback):
         self._wishes: dict[str, bool] = {}
         """What callbacks of this rank asked for or took back, and the others do not know yet."""
         self._work_before = 0.0
+        self._tokens_before = 0
         self._saved = trainer.state
         """That of the last checkpoint."""
         self._unlogged, self._is_log_due = Unlogged(0), False
@@ -130,6 +131,8 @@ class LoopEvents(Callback):
                 history = [line for line in saved["log_history"] if line["step"] <= step]
                 trainer.state.log_history = history
                 self._work_before = float(saved.get("total_flos", 0))
+                self._tokens_before = int(saved.get("num_input_tokens_seen", 0))
+                trainer.state.num_input_tokens_seen = self._tokens_before
                 if trainer.args.restore_callback_states_from_checkpoint and folder == checkpoint:
                     restore_stateful(trainer, saved.get("stateful_callbacks", {}))
                 return
@@ -148,6 +151,7 @@ class LoopEvents(Callback):
 
     def on_step_end(self, loop: RunningLoop, control: Control) -> None:
         """The loop evaluates and saves at the end in any case: callbacks see it coming."""
+        self._count_tokens(loop)
         if loop.step >= loop.train_iters:
             self._ask_for(loop, control, "steps", loop.step)
         self._tell("on_step_end", loop, control)
@@ -173,6 +177,12 @@ class LoopEvents(Callback):
         self._count_work(loop)
         self._trainer.log_results({**self._unlogged.line, "step": self._unlogged.step})
         self._tell("on_train_end", loop, control)
+
+    def _count_tokens(self, loop: RunningLoop) -> None:
+        asked = self._trainer.args.include_num_input_tokens_seen
+        if asked != "no":
+            seen = sum(gather_from_all(loop.slots if asked == "all" else loop.tokens))
+            self._trainer.state.num_input_tokens_seen = self._tokens_before + seen
 
     def _count_work(self, loop: RunningLoop) -> None:
         """transformers' estimate for the tokens of all processes, padding included."""

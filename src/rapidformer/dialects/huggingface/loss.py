@@ -29,7 +29,11 @@ def get_loss(outputs: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
 
 def count_labels(model: nn.Module, inputs: Any) -> torch.Tensor | None:
     """Labels of a micro-batch, counted on the device; None where there are none."""
-    labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
+    if not isinstance(inputs, Mapping):
+        return None
+    if isinstance(shifted := inputs.get("shift_labels"), torch.Tensor):
+        return shifted.ne(IGNORED_LABEL).sum()  # the loss compares these as they are
+    labels = inputs.get("labels")
     if not isinstance(labels, torch.Tensor):
         return None
     if labels.is_floating_point():

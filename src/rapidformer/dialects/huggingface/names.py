@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
+from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 Options = dict[str, Any] | str | None
@@ -56,7 +58,8 @@ class NamedFields:
         "gradients are always those of the mean over all labels of the "
         "global batch")] = True  # fmt: skip
     max_grad_norm: Annotated[float, mapped("clip_grad")] = 1.0
-    label_smoothing_factor: Annotated[float, mapped("label_smoothing")] = 0.0
+    label_smoothing_factor: Annotated[float, mapped(
+        "label_smoothing", "of the model's own loss")] = 0.0  # fmt: skip
     # ---- precision and memory
     bf16: Annotated[bool, mapped("bf16")] = False
     fp16: Annotated[bool, mapped("fp16")] = False
@@ -88,8 +91,9 @@ class NamedFields:
     logging_first_step: Annotated[bool, mapped("log_first_step")] = False
     log_on_each_node: Annotated[bool, ignored("only rank 0 logs")] = True
     logging_nan_inf_filter: Annotated[bool, ignored("a NaN loss stops the run")] = True
-    include_num_input_tokens_seen: Annotated[str, ignored(
-        "metrics.jsonl has tokens_per_second in every line")] = "no"  # fmt: skip
+    include_num_input_tokens_seen: Annotated[str, honoured(
+        '"all" counts padding, "non_padding" leaves out what the attention mask '
+        'hides')] = "no"  # fmt: skip
     log_level: Annotated[str, honoured('"passive" means info', "log_level")] = "passive"
     log_level_replica: Annotated[str, ignored("only rank 0 logs")] = "warning"
     disable_tqdm: Annotated[bool | None, honoured(
@@ -154,8 +158,9 @@ class NamedFields:
     seed: Annotated[int, mapped("seed")] = 42
     data_seed: Annotated[int | None, mapped("data_seed")] = None
     use_cpu: Annotated[bool, honoured("same as device cpu", "device")] = False
-    accelerator_config: Annotated[Options, ignored(
-        "Accelerate is not used; batches are always even")] = None  # fmt: skip
+    accelerator_config: Annotated[Options | AcceleratorOptions, honoured(
+        "num_steps of its gradient_accumulation_kwargs; on several processes, split_batches is an "
+        "error that says which batch size to give; the rest has no effect")] = None  # fmt: skip
     parallelism_config: Annotated[Options, honoured(
         "tp_size, cp_size or sp_size, and dp_shard_size (ZeRO-3); an object or a "
         "dictionary")] = None  # fmt: skip
@@ -211,7 +216,15 @@ class NamedFields:
             from transformers.integrations import get_available_reporting_integrations
 
             self.report_to = get_available_reporting_integrations()
+        self._report_to_launcher()
         self.torch_compile = self.torch_compile or self.torch_compile_backend is not None
+
+    def _report_to_launcher(self) -> None:
+        """Kubeflow's trainer starts its jobs with this address, and waits for their progress."""
+        is_off = os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() == "TRUE"
+        is_told = "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and not is_off
+        if is_told and "kubeflow" not in self.report_to:
+            self.report_to = [*self.report_to, "kubeflow"]
 
 
 def list_reports(given: str | list[str] | None) -> list[str]:
@@ -231,6 +244,8 @@ def list_changed(arguments: NamedFields) -> list[str]:
     changed = {f.name for f in fields if getattr(arguments, f.name) != get_default(f)}
     if not arguments.report_to:
         changed.discard("report_to")  # "none" has become an empty list
+    if arguments.accelerator_config == AcceleratorOptions():
+        changed.discard("accelerator_config")
     return [field.name for field in fields if field.name in changed]
 
 

@@ -51,6 +51,8 @@ class RunRecords(TrainerInterface):
         """Keep numbers in the history of the run and tell the callbacks."""
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            logs["num_input_tokens_seen"] = self.state.num_input_tokens_seen
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.callbacks.call("on_log", logs=logs)
 
@@ -60,7 +62,13 @@ class RunRecords(TrainerInterface):
         if self.is_world_process_zero():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "training_args.json").write_text(self.args.to_json_string(), encoding="utf-8")
-        self.engine.checkpoints.export_into(folder, self.processing_class)
+        self.engine.checkpoints.export_into(folder, self.saved_processor)
+
+    @property
+    def saved_processor(self) -> Any:
+        """What is saved beside the model: without processing_class, the collate function's."""
+        own = getattr(self.data_collator, "tokenizer", None)
+        return own if self.processing_class is None else self.processing_class
 
     def save_state(self) -> None:
         """Save the history of the run as transformers does, in ``trainer_state.json``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,11 +32,9 @@ class Seq2SeqTrainer(Trainer):
             raise ConfigurationError(
                 f"Seq2SeqTrainer takes Seq2SeqTrainingArguments, got {type(self.args).__name__}."
             )
-        config, model = self.args.generation_config, cast(Any, self.model)
-        if isinstance(config, GenerationConfig):
-            model.generation_config = copy.deepcopy(config)
-        elif config is not None:
-            model.generation_config = GenerationConfig.from_pretrained(str(config))
+        if self.args.generation_config is not None:
+            config = _load_generation_config(self.args.generation_config)
+            cast(Any, self.model).generation_config = config
 
     def evaluate(
         self,
@@ -95,3 +94,19 @@ class Seq2SeqTrainer(Trainer):
         if tokens is None or padding is None or tokens.shape[-1] >= width:
             return tokens
         return nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=padding)
+
+
+def _load_generation_config(given: Any) -> GenerationConfig:
+    """A configuration, or one in a folder, in a file or on the Hub; one that cannot be saved is
+    refused now, and not by the first checkpoint."""
+    if isinstance(given, GenerationConfig):
+        config = copy.deepcopy(given)
+    elif (path := Path(given)).is_file():
+        config = GenerationConfig.from_pretrained(path.parent, path.name)
+    else:
+        config = GenerationConfig.from_pretrained(str(given))
+    try:
+        config.validate(strict=True)
+    except ValueError as reason:
+        raise ConfigurationError(f"generation_config contradicts itself: {reason}") from None
+    return config

@@ -7,6 +7,7 @@ user did not change counts as not given, so that a DeepSpeed file may still set 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -19,6 +20,7 @@ from uuid import uuid4
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
+from rapidformer.dialects.huggingface.accelerator_options import DEFAULTS, READ
 from rapidformer.dialects.huggingface.names import (
     HUGGING_FACE,
     NEEDS_METRICS,
@@ -27,6 +29,7 @@ from rapidformer.dialects.huggingface.names import (
 )
 from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import find_names
+from rapidformer.log import warn_once
 
 _SOURCE = "TrainingArguments"
 _DEFAULT = "derived: Hugging Face's default"
@@ -224,6 +227,32 @@ def _translate_fsdp(arguments: NamedFields, problems: list[str]) -> Values:
     return values
 
 
+def _translate_accelerator(arguments: NamedFields, problems: list[str]) -> Values:
+    config = _read_mapping(arguments.accelerator_config, "accelerator_config", problems)
+    processes = int(os.environ.get("WORLD_SIZE") or 1)
+    if config.get("split_batches") and processes > 1:
+        rows = arguments.per_device_train_batch_size
+        problems.append(
+            f"accelerator_config: with split_batches, per_device_train_batch_size={rows} counts "
+            f"the rows of all {processes} processes. Here it always counts those of one: leave "
+            f"split_batches out, and divide both batch sizes by {processes}."
+        )
+    for name, value in config.items():
+        if name not in DEFAULTS:
+            problems.append(f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}.")
+        elif name not in READ and value != DEFAULTS[name]:
+            warn_once(f"accelerator_config: {name} has no effect, as Accelerate is not used.")
+    steps = (config.get("gradient_accumulation_kwargs") or {}).get("num_steps")
+    if steps is None:
+        return {}
+    if arguments.gradient_accumulation_steps not in (1, steps):
+        problems.append(
+            f"accelerator_config says num_steps={steps}, and gradient_accumulation_steps is "
+            f"{arguments.gradient_accumulation_steps}: give one of them."
+        )
+    return {"gradient_accumulation_steps": steps}
+
+
 def _translate_parallelism(arguments: NamedFields, problems: list[str]) -> Values:
     config = arguments.parallelism_config
     if config is None:
@@ -285,18 +314,21 @@ _TRANSLATIONS: dict[tuple[str, ...], _Translate] = {
         "distributed_timeout_minutes": args.ddp_timeout / 60},
     ("dataloader_drop_last", "train_sampling_strategy"): _translate_data,
     ("fsdp", "fsdp_config"): _translate_fsdp,
+    ("accelerator_config",): _translate_accelerator,
     ("parallelism_config",): _translate_parallelism,
     ("deepspeed",): _translate_deepspeed,
 }  # fmt: skip
 
 
 def _read_mapping(value: Any, name: str, problems: list[str]) -> dict[str, Any]:
-    """A dictionary, or the JSON file that holds one."""
+    """A dictionary, a dataclass, or the JSON file that holds one."""
     if value is None or isinstance(value, dict):
         return dict(value or {})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
     try:
         content = json.loads(Path(value).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as reason:
+    except (OSError, ValueError, TypeError) as reason:
         problems.append(f"{name}={value!r} cannot be read as JSON: {reason}.")
         return {}
     if not isinstance(content, dict):

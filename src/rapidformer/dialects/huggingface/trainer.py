@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerControl, TrainerState
 from transformers.trainer_utils import BestRun, TrainOutput, align_special_tokens, speed_metrics
 
@@ -94,6 +92,10 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             raise ConfigurationError(
                 "optimizers= trains one model, and model_init makes a new one for each run: "
                 "override create_optimizer instead."
+            )
+        if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
+            raise ConfigurationError(
+                "optimizers= and optimizer_cls_and_kwargs= both say which optimizer: give one."
             )
         self.args = args if args is not None else TrainingArguments("trainer_output")
         if self.args.eval_strategy != "no" and eval_dataset is None:
@@ -178,22 +180,7 @@ class Trainer(OptimizerMethods, EvaluationMethods):
 
     def build_settings(self) -> Settings:
         """The arguments as the settings of a run."""
-        settings = build_settings(self.args)
-        if (updates := self._count_told_updates()) is not None:
-            reason = "the training stream says its length"
-            settings = settings.replace(reason, train_iters=updates, epochs=None)
-        return settings
-
-    def _count_told_updates(self) -> int | None:
-        """The updates of the epochs of a stream that has a length."""
-        args, dataset = self.args, self.train_dataset
-        tells = isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__")
-        if not tells or args.max_steps > 0:
-            return None
-        rows, drops = args.train_batch_size * args.world_size, args.dataloader_drop_last
-        rounds = len(DataLoader(dataset, rows, drop_last=drops))
-        per_epoch = max(1, -(-rounds // args.gradient_accumulation_steps))
-        return math.ceil(args.num_train_epochs * per_epoch)
+        return build_settings(self.args)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model that ``model_init`` makes."""
