@@ -224,6 +224,27 @@ def test_a_tracker_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert written == [started, {"lr": 0.1}, ({"loss": 1.0}, 3, {})]
 
 
+def test_a_tracker_that_the_script_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("accelerate.tracking")
+
+    class Registered(OwnTracker):
+        name = "Registered"
+        requires_logging_directory = False
+
+        def __init__(self, project: str, **options: Any) -> None:
+            super().__init__()
+            self.tracker.append((project, options))
+
+    # What register_tracker_class does.
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, Registered.name, Registered)
+    accelerator = Accelerator(cpu=True, log_with="Registered")
+    accelerator.init_trackers("project", init_kwargs={"Registered": {"entity": "us"}})
+    accelerator.log({"loss": 1.0}, step=3)
+    # Without a configuration, none is stored.
+    written = accelerator.get_tracker("Registered", unwrap=True)
+    assert written == [("project", {"entity": "us"}), ({"loss": 1.0}, 3, {})]
+
+
 def evaluate(batch_size: int) -> Any:
     """A model and a loader, but no optimizer; gradients are on, and nobody asks for them."""
     from accelerate.state import AcceleratorState

@@ -6,7 +6,7 @@ as in a plain loop, and the script divides the loss by their number itself.
 
 A prepared scheduler moves ``num_processes`` steps per update, as in Accelerate: scripts count its
 length before ``prepare`` divides the loader among the processes. A scheduler that is not prepared
-moves one step per call.
+moves one step per call, and so does any with ``step_scheduler_with_optimizer=False``.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         self._lacks_optimizer = self._has_train_loader = False
         self._registered = []
         self.split_batches = splits_batches(arguments)
+        self.step_scheduler_with_optimizer = arguments.get("step_scheduler_with_optimizer", True)
         self.dataloader_config = arguments.get("dataloader_config")
         self._save_hooks: OrderedDict[int, Any] = OrderedDict()
         self._load_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -253,6 +254,10 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         """Close the logs and what speeds training up; the models can still be saved."""
         for tracker in self._trackers.values():
             tracker.finish()
+        self.engine.closed_hint = (
+            "end_training() has ended what this Accelerator prepares and trains: call it after the "
+            "last prepare(), backward() and gather(), or make a new Accelerator."
+        )
         while self._engines:  # from here on, they are models like any others
             self._engines.pop().close()
 
