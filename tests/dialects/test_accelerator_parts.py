@@ -316,3 +316,31 @@ def test_what_was_prepared_can_be_pickled(python: Path) -> None:
         check=True,
     )
     assert elsewhere.stdout.strip() == b"True"
+
+
+def _train_by_all_labels(second_models: int) -> list[list[float]]:
+    """The recipe of Accelerate's documents: the script divides by the labels of all processes."""
+    accelerator, rows = Accelerator(cpu=True), []
+    torch.manual_seed(0)
+    for index in range(4):
+        labels = torch.full((5,), -100)
+        labels[: index + 1] = index % 2
+        rows.append({"inputs": torch.rand(5, 3), "labels": labels})
+    models = [nn.Linear(3, 2) for _ in range(1 + second_models)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    size = 4 // accelerator.num_processes
+    *_, loader = accelerator.prepare(*models, *optimizers, DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
+    (batch,) = loader
+    total = accelerator.gather(batch["labels"].ne(-100).sum()).sum()
+    for model in models:
+        logits = model(batch["inputs"]).flatten(0, 1)
+        loss = cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / total
+        accelerator.backward(loss * accelerator.num_processes, weight=1)
+    return [p.grad.flatten().tolist() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("second_models", [0, 1])
+def test_a_script_may_divide_by_the_labels_of_all_processes(second_models: int) -> None:
+    alone = _train_by_all_labels(second_models)
+    for found in run_in_kept_processes(_train_by_all_labels, 2, second_models):
+        torch.testing.assert_close(found, alone)

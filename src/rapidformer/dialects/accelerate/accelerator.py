@@ -152,8 +152,18 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         """Whether the last update was skipped because fp16 overflowed."""
         return any(engine.updates.clock.was_skipped for engine in self._engines)
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used.
+
+        ``weight`` is what the loss is a mean over, if not the labels of its batch; 1 if the script
+        has divided by those of all processes and multiplied by ``num_processes`` itself.
+        """
         self.compose_without_optimizer("backward()")
         steps = self.gradient_accumulation_steps
         counts = self._is_counting and steps > 1 and not self._lacks_optimizer
@@ -166,11 +176,11 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         if len(self._engines) > 1:
             first, *others = (engine.updates for engine in self._engines)
             self._reached = first.backward_with(
-                others, divided, counts=counts, retain_graph=retain_graph
+                others, divided, weight, counts=counts, retain_graph=retain_graph
             )
             return
         if counts:
-            self.engine.backward(loss, retain_graph=retain_graph)
+            self.engine.backward(loss, weight, retain_graph=retain_graph)
             return
         # Not the model's own list: between forward and backward, sharded weights are whole there.
         clock, parameters = self.engine.updates.clock, self.engine.model.parameters
@@ -182,7 +192,7 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
             )
         earlier = clock.set_aside(parameters) if clock.is_unused else []
         with self.engine.accumulate(is_last=True):
-            self.engine.backward(divided, retain_graph=retain_graph)
+            self.engine.backward(divided, weight, retain_graph=retain_graph)
         is_whole = self.num_processes == 1 or clock.keeper is not None
         if not is_whole and all(each.grad is None for each in parameters):
             warn_once(
