@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_a_script_may_log_on_every_process(capsys: pytest.CaptureFixture[str]) -
     get_logger("script").info("on %s", "one", main_process_only=True)  # type: ignore[call-arg]
     get_logger("script").info("on %s", "all", main_process_only=False)  # type: ignore[call-arg]
     assert capsys.readouterr().err == "[rank 1] on all\n"
+
+
+def test_a_script_may_give_a_level_and_warn_once(capsys: pytest.CaptureFixture[str]) -> None:
+    logger: Any = get_logger("levelled", log_level="debug")
+    logger.debug("detail")
+    for _ in range(2):
+        logger.warning_once("said %s", "once")
+    get_logger("levelled", log_level="INFO").debug("too quiet")
+    assert capsys.readouterr().err == "debug: detail\nwarning: said once\n"
 
 
 @pytest.mark.usefixtures("as_rank_1")

@@ -12,7 +12,11 @@ _NAME = "rapidformer"
 
 
 class ScriptLogger(logging.Logger):
-    """A logger whose methods also take ``main_process_only=False``."""
+    """A logger whose methods also take ``main_process_only=False``, and ``warning_once``."""
+
+    @cache  # noqa: B019 - loggers live as long as the process
+    def warning_once(self, message: object, *values: object, **options: Any) -> None:
+        self.warning(message, *values, stacklevel=2, **options)
 
     def _log(  # type: ignore[override]
         self, level: int, msg: object, args: Any, *, main_process_only: bool = True, **options: Any
@@ -22,16 +26,20 @@ class ScriptLogger(logging.Logger):
         super()._log(level, msg, args, **options)
 
 
-def get_logger(name: str | None = None) -> logging.Logger:
-    """The library's logger, or a child of it."""
-    if name is None or name == _NAME:
-        return logging.getLogger(_NAME)
+def get_logger(name: str | None = None, log_level: str | None = None) -> logging.Logger:
+    """The library's logger, or a child of it, with a level of its own if one is given."""
     before = logging.getLoggerClass()
-    logging.setLoggerClass(ScriptLogger)
-    try:
-        return logging.getLogger(name if name.startswith(_NAME + ".") else f"{_NAME}.{name}")
-    finally:
-        logging.setLoggerClass(before)
+    if name is None or name == _NAME:
+        logger = logging.getLogger(_NAME)
+    else:
+        logging.setLoggerClass(ScriptLogger)
+        try:
+            logger = logging.getLogger(name if name.startswith(_NAME + ".") else f"{_NAME}.{name}")
+        finally:
+            logging.setLoggerClass(before)
+    if log_level is not None:
+        logger.setLevel(log_level.upper())
+    return logger
 
 
 def configure_logging(level: str = "info") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -408,6 +409,15 @@ def test_a_model_is_saved_after_the_end_of_training(tmp_path: Path) -> None:
     accelerator.save_model(model, tmp_path / "b")
     for name in ("a", "b"):
         torch.testing.assert_close(load_file(tmp_path / name / "model.safetensors"), whole)
+    uses: list[Callable[[], Any]] = [
+        lambda: accelerator.prepare(nn.Linear(1, 1)),
+        lambda: accelerator.backward(torch.ones((), requires_grad=True)),
+        lambda: accelerator.gather(torch.ones(1)),
+        lambda: accelerator.save_state(tmp_path / "c"),
+    ]
+    for use in uses:
+        with pytest.raises(RapidformerError, match=r"end_training\(\) has ended .* this Accel"):
+            use()
 
 
 def test_memory_is_freed_for_the_next_model() -> None:

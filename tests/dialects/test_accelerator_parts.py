@@ -224,6 +224,27 @@ def test_a_tracker_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert written == [started, {"lr": 0.1}, ({"loss": 1.0}, 3, {})]
 
 
+def test_a_tracker_that_the_script_has_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("accelerate.tracking")
+
+    class Registered(OwnTracker):
+        name = "Registered"
+        requires_logging_directory = False
+
+        def __init__(self, project: str, **options: Any) -> None:
+            super().__init__()
+            self.tracker.append((project, options))
+
+    # What register_tracker_class does.
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, Registered.name, Registered)
+    accelerator = Accelerator(cpu=True, log_with="Registered")
+    accelerator.init_trackers("project", init_kwargs={"Registered": {"entity": "us"}})
+    accelerator.log({"loss": 1.0}, step=3)
+    # Without a configuration, none is stored.
+    written = accelerator.get_tracker("Registered", unwrap=True)
+    assert written == [("project", {"entity": "us"}), ({"loss": 1.0}, 3, {})]
+
+
 def evaluate(batch_size: int) -> Any:
     """A model and a loader, but no optimizer; gradients are on, and nobody asks for them."""
     from accelerate.state import AcceleratorState
@@ -295,3 +316,31 @@ def test_what_was_prepared_can_be_pickled(python: Path) -> None:
         check=True,
     )
     assert elsewhere.stdout.strip() == b"True"
+
+
+def _train_by_all_labels(second_models: int) -> list[list[float]]:
+    """The recipe of Accelerate's documents: the script divides by the labels of all processes."""
+    accelerator, rows = Accelerator(cpu=True), []
+    torch.manual_seed(0)
+    for index in range(4):
+        labels = torch.full((5,), -100)
+        labels[: index + 1] = index % 2
+        rows.append({"inputs": torch.rand(5, 3), "labels": labels})
+    models = [nn.Linear(3, 2) for _ in range(1 + second_models)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    size = 4 // accelerator.num_processes
+    *_, loader = accelerator.prepare(*models, *optimizers, DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
+    (batch,) = loader
+    total = accelerator.gather(batch["labels"].ne(-100).sum()).sum()
+    for model in models:
+        logits = model(batch["inputs"]).flatten(0, 1)
+        loss = cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / total
+        accelerator.backward(loss * accelerator.num_processes, weight=1)
+    return [p.grad.flatten().tolist() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("second_models", [0, 1])
+def test_a_script_may_divide_by_the_labels_of_all_processes(second_models: int) -> None:
+    alone = _train_by_all_labels(second_models)
+    for found in run_in_kept_processes(_train_by_all_labels, 2, second_models):
+        torch.testing.assert_close(found, alone)

@@ -217,6 +217,16 @@ def test_optimizer_made_before_its_scheduler_and_after() -> None:
     assert rig.lr == pytest.approx(0.5)
 
 
+def test_before_the_first_gradient_a_schedule_moves_as_in_a_plain_loop() -> None:
+    rig = Rig()
+    rig.scheduler.step()
+    assert rig.lr == pytest.approx(1 / 2)
+    rig.backward(rig.loss())
+    rig.optimizer.step()
+    rig.scheduler.step()
+    assert rig.lr == pytest.approx(1 / 3)
+
+
 def test_bypass_lets_checkpoint_code_step() -> None:
     rig = Rig()
     rig.loss().backward()

@@ -64,6 +64,9 @@ class RapidformerEngine:
     trains a second model on the same batches.
     """
 
+    closed_hint = "this engine is closed: create a new RapidformerEngine()."
+    """What to say to a call that comes after ``close``."""
+
     def __init__(
         self,
         extra_args_provider: ExtraArgumentsProvider | None = None,
@@ -311,17 +314,18 @@ class RapidformerEngine:
             parts.callback(self.checkpoints.release_folder)
 
     def _leave(self) -> None:
-        closed: Any = _Closed()
+        closed: Any = _Closed(self.closed_hint)
         self.data = self.model = self.updates = self.checkpoints = closed
 
 
 class _Closed:
     """Stands where the parts of an engine were."""
 
+    def __init__(self, hint: str) -> None:
+        self._hint = hint
+
     def __getattr__(self, name: str) -> NoReturn:
-        raise RapidformerError(
-            f"this engine is closed ({name!r} was asked for): create a new RapidformerEngine()."
-        )
+        raise RapidformerError(f"{self._hint} ({name!r} was asked for.)")
 
 
 @functools.cache

@@ -62,7 +62,9 @@ def warn_of_other_weight(loss: Tensor, weight: float | Tensor, updates: int) -> 
         warn_once(
             "the loss of a micro-batch is a sum over labels, and not divided by their number: "
             "micro-batches are weighted by their labels already, so this counts them twice. Return "
-            'the mean over the labels of the micro-batch: reduction="mean".'
+            'the mean over the labels of the micro-batch: reduction="mean". Or pass '
+            "backward(loss, weight=1), if it is divided by the labels of the global batch and "
+            "multiplied by the number of its micro-batches."
         )
     counts = [find_mean_count(node) for node, _ in _list_last_operations(loss)]
     known = [count for count in counts if count is not None]

@@ -169,6 +169,7 @@ class Updates:
         self,
         others: Sequence[Updates],
         loss: torch.Tensor,
+        weight: float | torch.Tensor | None = None,
         *,
         counts: bool,
         retain_graph: bool = False,
@@ -179,8 +180,8 @@ class Updates:
         unless it ``counts`` as a micro-batch.
         """
         loss, together = settle(loss), [self, *others]
-        micro_batch = self.weights.find_micro_batch(None)
-        result = self.weights.weigh(loss, None, micro_batch)
+        micro_batch = self.weights.find_micro_batch(weight)
+        result = self.weights.weigh(loss, weight, micro_batch)
         # All of them count in the same unit, whichever update each of them is in.
         unit = self.weights.get_shared_unit(result.weight)
         if unit is None:

@@ -7,6 +7,7 @@ parameters, so an optimizer built earlier is re-pointed to the new ones by name.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ReferenceType
@@ -216,14 +217,19 @@ class _Evaluations:
 
 
 def take_over_scheduler(
-    scheduler: LRScheduler, clock: UpdateClock, *, moves: int = 1
+    scheduler: LRScheduler, clock: UpdateClock, *, moves: int = 1, stays_at_end: bool = False
 ) -> LRScheduler:
-    """Make ``step`` follow the update, whichever comes first, by this many ``moves`` each time."""
+    """Make ``step`` follow the update, whichever comes first, by this many ``moves`` each time.
+
+    ``stays_at_end``: a schedule with a last step (``OneCycleLR``) does not fail after it.
+    """
 
     def build(cls: type[LRScheduler]) -> dict[str, Any]:
         def step(self: LRScheduler, *args: Any, **kwargs: Any) -> None:
             def move() -> None:
                 for _ in range(moves):
+                    if stays_at_end and self.last_epoch >= getattr(self, "total_steps", math.inf):
+                        return
                     cls.step(self, *args, **kwargs)
 
             clock.advance_schedule(move)

@@ -65,6 +65,8 @@ class UpdateClock:
         """The schedule's step that waits for its update, or for the verdict on it."""
         self._is_schedule_due = False
         """Whether the schedule has not followed the last update yet."""
+        self._has_started = False
+        """Whether there has been a gradient."""
         self._parameters: Sequence[nn.Parameter] = ()
         self._norm: torch.Tensor | None = None
         self._measure: Callable[[], torch.Tensor] | None = None
@@ -151,6 +153,7 @@ class UpdateClock:
                 )
             self._reset()
         self._was_dropped = False
+        self._has_started = True
         self._rounds += 1
         if self.forced is not None:
             return self.forced
@@ -387,7 +390,8 @@ class UpdateClock:
                 "optimizer.step(): there was no update that the learning rate could follow. If an "
                 "optimizer steps another one inside, as SAM does, use optimizer.step(closure)."
             )
-        if is_late or self._outcome == "done":
+        # Before the first gradient, a script brings its schedule to where it should begin.
+        if is_late or self._outcome == "done" or not self._has_started:
             self._is_schedule_due = False
             self._move_schedule(step)
         elif self.is_unused:

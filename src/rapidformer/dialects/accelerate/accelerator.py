@@ -6,7 +6,7 @@ as in a plain loop, and the script divides the loss by their number itself.
 
 A prepared scheduler moves ``num_processes`` steps per update, as in Accelerate: scripts count its
 length before ``prepare`` divides the loader among the processes. A scheduler that is not prepared
-moves one step per call.
+moves one step per call, and so does any with ``step_scheduler_with_optimizer=False``.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         self._lacks_optimizer = self._has_train_loader = False
         self._registered = []
         self.split_batches = splits_batches(arguments)
+        self.step_scheduler_with_optimizer = arguments.get("step_scheduler_with_optimizer", True)
         self.dataloader_config = arguments.get("dataloader_config")
         self._save_hooks: OrderedDict[int, Any] = OrderedDict()
         self._load_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -151,8 +152,18 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         """Whether the last update was skipped because fp16 overflowed."""
         return any(engine.updates.clock.was_skipped for engine in self._engines)
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used."""
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        weight: float | torch.Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Back-propagate. Outside ``accumulate``, add to what no ``optimizer.step()`` has used.
+
+        ``weight`` is what the loss is a mean over, if not the labels of its batch; 1 if the script
+        has divided by those of all processes and multiplied by ``num_processes`` itself.
+        """
         self.compose_without_optimizer("backward()")
         steps = self.gradient_accumulation_steps
         counts = self._is_counting and steps > 1 and not self._lacks_optimizer
@@ -165,11 +176,11 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         if len(self._engines) > 1:
             first, *others = (engine.updates for engine in self._engines)
             self._reached = first.backward_with(
-                others, divided, counts=counts, retain_graph=retain_graph
+                others, divided, weight, counts=counts, retain_graph=retain_graph
             )
             return
         if counts:
-            self.engine.backward(loss, retain_graph=retain_graph)
+            self.engine.backward(loss, weight, retain_graph=retain_graph)
             return
         # Not the model's own list: between forward and backward, sharded weights are whole there.
         clock, parameters = self.engine.updates.clock, self.engine.model.parameters
@@ -181,7 +192,7 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
             )
         earlier = clock.set_aside(parameters) if clock.is_unused else []
         with self.engine.accumulate(is_last=True):
-            self.engine.backward(divided, retain_graph=retain_graph)
+            self.engine.backward(divided, weight, retain_graph=retain_graph)
         is_whole = self.num_processes == 1 or clock.keeper is not None
         if not is_whole and all(each.grad is None for each in parameters):
             warn_once(
@@ -253,6 +264,10 @@ class Accelerator(PreparingVerbs, TrackingVerbs):
         """Close the logs and what speeds training up; the models can still be saved."""
         for tracker in self._trackers.values():
             tracker.finish()
+        self.engine.closed_hint = (
+            "end_training() has ended what this Accelerator prepares and trains: call it after the "
+            "last prepare(), backward() and gather(), or make a new Accelerator."
+        )
         while self._engines:  # from here on, they are models like any others
             self._engines.pop().close()
 

@@ -16,7 +16,8 @@ ACCELERATOR: dict[str, ForeignName] = {
         "last, smaller update of an epoch; without it, backward() divides by this number and "
         "optimizer.step() decides, as in Accelerate",
         "gradient_accumulation_steps"),
-    "gradient_accumulation_plugin": honoured("its num_steps", "gradient_accumulation_steps"),
+    "gradient_accumulation_plugin": honoured(
+        "its num_steps; sync_with_dataloader=False is refused", "gradient_accumulation_steps"),
     "cpu": honoured("same as device cpu", "device"),
     "deepspeed_plugin": honoured(
         "zero_stage is our own ZeRO, with the same result; a file in hf_ds_config runs DeepSpeed"),
@@ -25,8 +26,8 @@ ACCELERATOR: dict[str, ForeignName] = {
         "give it to the launcher, with `rapidformer launch --config FILE` or flags"),
     "megatron_lm_plugin": refused("tensor and pipeline parallelism are flags of the launcher"),
     "torch_tp_plugin": refused("tensor parallelism is a flag of the launcher"),
-    "step_scheduler_with_optimizer": refused(
-        "do not prepare a scheduler that should step at its own pace"),
+    "step_scheduler_with_optimizer": honoured(
+        "False: a prepared scheduler moves by one whenever it is called"),
     "log_with": honoured(
         '"tensorboard": log() writes TensorBoard files, and metrics.jsonl in project_dir; "wandb", '
         '"mlflow", "trackio" and your own "module:Class" as with --report-to; a tracker object '

@@ -35,6 +35,7 @@ class PreparingVerbs(SavingVerbs):
     """``prepare``, in one call or several."""
 
     split_batches: bool
+    step_scheduler_with_optimizer: bool
     deepspeed_plugin: Any
     _optimizers: list[Optimizer]
     _lacks_optimizer: bool
@@ -61,11 +62,16 @@ class PreparingVerbs(SavingVerbs):
         for part in objects:
             if isinstance(part, LRScheduler):
                 self._schedulers.append(part)
-                # A script whose batches are split counts the steps of the split loader.
-                moves = 1 if self.split_batches else self.engine.args.data_parallel_size
-                clock = self._find_engine(part.optimizer).updates.clock
-                take_over_scheduler(part, clock, moves=moves)
+                if self.step_scheduler_with_optimizer:
+                    self._follow_updates(part)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _follow_updates(self, scheduler: LRScheduler) -> None:
+        # A script whose batches are split counts the steps of the split loader.
+        moves = 1 if self.split_batches else self.engine.args.data_parallel_size
+        clock = self._find_engine(scheduler.optimizer).updates.clock
+        # It has counted its steps before prepare() divided the loader, which rounds up.
+        take_over_scheduler(scheduler, clock, moves=moves, stays_at_end=True)
 
     def prepare_model(self, model: nn.Module, **options: Any) -> nn.Module:
         self.prepare(model)

@@ -26,7 +26,6 @@ from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.training.trackers.build import OWN
 
 _SOURCE = "Accelerator"
-_STEPS = "step_scheduler_with_optimizer"  # only False is another way than ours
 _OF_PLUGIN = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
     "zero_optimization", "gradient_clipping", "stage", "offload_optimizer", "offload_param",
@@ -72,10 +71,7 @@ def find_folders(arguments: Mapping[str, Any]) -> tuple[str | None, str | None]:
 def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     problems: list[str] = []
-    said = {name: value for name, value in arguments.items() if name != _STEPS}
-    check_names(_SOURCE, said, ACCELERATOR, problems)
-    if arguments.get(_STEPS, True) in (False, 0):
-        problems.append(f"{_SOURCE}({_STEPS}=False) is not supported: {ACCELERATOR[_STEPS].note}.")
+    check_names(_SOURCE, arguments, ACCELERATOR, problems)
     _check_trackers(arguments, problems)
     values: dict[str, Any] = {"clip_grad": 0.0, "save_total_limit": 1}  # Accelerate's own defaults
     values |= translate_precision(arguments.get("mixed_precision"), arguments.get("fp16"), problems)
@@ -147,6 +143,12 @@ def _choose_accumulation(
         "gradient_accumulation_plugin": getattr(plugin, "num_steps", None),
         "deepspeed_plugin": values.get(name),
     }
+    if getattr(plugin, "sync_with_dataloader", True) is False:
+        problems.append(
+            "gradient_accumulation_plugin: sync_with_dataloader=False is not supported, because an "
+            "epoch's last update ends with it: leave it out, or drop rows from the data until "
+            "num_steps divides the batches of an epoch."
+        )
     numbers: dict[str, int] = {}
     for where, number in said.items():
         if number is not None and (not str(number).isdecimal() or int(number) < 1):
@@ -203,14 +205,17 @@ def list_own_trackers() -> list[str]:
 
 
 def find_tracker_classes() -> dict[str, Any]:
-    """Accelerate's own trackers by name, as far as their packages are installed."""
+    """Accelerate's own trackers by name, as far as their packages are installed, and those that
+    the script has registered there."""
     try:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+        from accelerate.utils import LoggerType
     except ImportError:
         return {}
     available = {str(getattr(name, "value", name)) for name in get_available_trackers()}
+    missing = {each.value for each in LoggerType} - available
     return {
-        str(name): tracker
+        str(name).lower(): tracker
         for name, tracker in LOGGER_TYPE_TO_CLASS.items()
-        if str(name) in available and str(name) not in ("tensorboard", *OWN)
+        if str(name) not in (*missing, "tensorboard", *OWN)
     }

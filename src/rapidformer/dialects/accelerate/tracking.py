@@ -134,14 +134,16 @@ class TrackingVerbs(ProcessVerbs):
         others = [name for name in classes if names & {name, "all"}]
         made = []
         for name in others if self.is_main_process else []:
-            build, options = classes[name], (init_kwargs or {}).get(name, {})
+            build = classes[name]
+            options = (init_kwargs or {}).get(build.name, {})
             folders = [self.logging_dir] if build.requires_logging_directory else []
             made.append(build(project_name, *folders, **options))
         for tracker in [*made, *(each for each in self._user_trackers if each not in plain)]:
             if self.is_main_process or not getattr(tracker, "main_process_only", True):
                 if hasattr(tracker, "start"):
                     tracker.start()
-                tracker.store_init_configuration(dict(config or {}))
+                if config is not None:
+                    tracker.store_init_configuration(dict(config))
                 self._trackers[getattr(tracker, "name", type(tracker).__name__)] = tracker
 
     def _start_own(
