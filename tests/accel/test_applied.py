@@ -357,6 +357,20 @@ def test_rows_in_turn_copy_what_the_row_before_has_changed() -> None:
     assert model[1].between == 6 and not hasattr(identity, "third")
 
 
+def test_rows_in_turn_give_back_a_tensor_that_one_of_them_has_moved() -> None:
+    model: Any = nn.Module()
+    model.positions, moved = torch.zeros(1), torch.zeros(1)
+    applied = Applied(model)
+    with applied.in_turn():
+        with applied.row("first"):
+            model.positions = moved
+        with applied.row("second"):
+            model.positions = None
+    assert [row.changes for row in applied.rows] == [0, 1]
+    assert applied.undo()
+    assert model.positions is moved
+
+
 def test_an_engine_that_is_dropped_without_being_closed_leaves_what_it_has_entered() -> None:
     undone: list[str] = []
     change = Change(lambda: lambda: undone.append("once"))

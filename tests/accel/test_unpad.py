@@ -31,6 +31,7 @@ from rapidformer.accel.unpad.batches import (
     find_rows,
     fix_rows,
 )
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.sides import read_filled_sides
 from rapidformer.accel.unpad.stirring import Steady
@@ -400,6 +401,17 @@ def test_packed_examples_need_no_mask_of_all_pairs(
 def _find_end(positions: torch.Tensor, start: int) -> int:
     later = [i for i in range(start + 1, len(positions)) if positions[i] == 0]
     return later[0] if later else len(positions)
+
+
+def test_a_copy_of_a_model_has_nothing_of_a_call_whose_result_is_kept() -> None:
+    model = build(AutoModelForMaskedLM, "bert", num_hidden_layers=1)
+    assert apply_unpadding(model, find_plan(model)) is None
+    mask = (torch.arange(9) < torch.tensor([9, 4])[:, None]).long()
+    embedded = model.get_input_embeddings()(mask)  # copy.deepcopy refuses what was computed
+    labels = mask.masked_fill(mask == 0, -100)
+    kept = model(inputs_embeds=embedded, attention_mask=mask, labels=labels)
+    assert get_fact(copy.deepcopy(model), Removal).has_removed
+    kept.loss.backward()
 
 
 @pytest.mark.slow

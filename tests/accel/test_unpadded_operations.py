@@ -242,3 +242,13 @@ def test_what_leaves_torch_functions_has_its_padding(name: str) -> None:
         results.append((np.asarray(torch.as_tensor(converted).detach()), values.grad))
     np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-6)
     torch.testing.assert_close(results[1][1], results[0][1])
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.norm])
+def test_gradients_that_leave_torch_functions_are_refused(reduce: Callable[..., Tensor]) -> None:
+    """The gradient of a sum is one number, expanded."""
+    _, _, hidden = make(is_padded=False)
+    with pytest.raises(
+        ConfigurationError, match=r"torch\.func \(vmap, grad\).*--dynamic-shape off"
+    ):
+        torch.vmap(reduce)(hidden).sum().backward()

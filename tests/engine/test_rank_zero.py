@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rapidformer import RapidformerEngine
+from rapidformer.compat.torch_distributed import get_default_store
+from rapidformer.dist.attendance import attending
 from rapidformer.errors import RapidformerError
 from tests.parity.harness import zero
 from tests.processes import run_in_kept_processes, run_in_processes
@@ -191,3 +193,22 @@ def test_an_error_of_rank_0_reaches_those_that_have_come(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     first, second = run_in_kept_processes(fail_on_first, 2, str(tmp_path / "file" / "model"))
     assert first == second and "cannot be written: File exists" in first
+
+
+def call_often(calls: int) -> int:
+    """How many more keys the store has after so many calls, to which rank 1 always comes late."""
+    make_engine()
+    store, before = get_default_store(), 0
+    for _ in range(calls + 1):
+        if dist.get_rank() == 1:
+            time.sleep(0.03)
+        with attending("a call", needs_all="it is one of all"):
+            pass
+        dist.barrier()
+        before = before or store.num_keys()
+        dist.barrier()
+    return int(store.num_keys()) - before
+
+
+def test_the_store_keeps_no_calls_that_all_have_come_to() -> None:
+    assert max(run_in_kept_processes(call_often, 2, 10)) < 10

@@ -407,3 +407,21 @@ def test_what_cannot_be_replayed_runs_as_it_is(caplog: pytest.LogCaptureFixture)
     assert "hooks on 1.mlp" in str(hooked.in_pieces.problem)
     assert hooked.values.lines == plain.values.lines
     assert len(seen) >= 4
+
+
+def test_a_weight_that_has_replaced_another_may_be_moved_later() -> None:
+    class Moving(Counting):
+        def run_forward_step(self, batch: Any, model: Any) -> Any:
+            layer = model.transformer.h[0].mlp.c_fc
+            if self.steps == 2:
+                layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+            if self.steps == 5:
+                layer.weight.data = 2 * layer.weight.data
+            return super().run_forward_step(batch, model)
+
+    gradients = []
+    for capture in (None, Again()):
+        model = make_gpt2()
+        train(Moving, model, make_texts(48), capture)
+        gradients.append(model.transformer.h[0].mlp.c_fc.weight.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])

@@ -237,7 +237,10 @@ def _add_configs(config: Any, configs: dict[int, Any]) -> None:
 
 
 def _compare(table: Any, before: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """What has changed in a table or a set since it was copied: keys, with old and new values."""
+    """What has changed in a table or a set since it was copied: keys, with old and new values.
+
+    The copy follows tensors.
+    """
     if isinstance(table, set):
         yield from ((key, _MISSING, key) for key in table - before)
         yield from ((key, key, _MISSING) for key in before - table)
@@ -248,9 +251,9 @@ def _compare(table: Any, before: Any) -> Iterator[tuple[Any, Any, Any]]:
         return
     for key in [*before, *(key for key in table if key not in before)]:
         old, new = before.get(key, _MISSING), table.get(key, _MISSING)
-        # A tensor that was moved or filled in is the model's own.
-        is_kept = old is new or (isinstance(old, Tensor) and isinstance(new, Tensor))
-        if not is_kept and key not in _WEIGHTS:
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            before[key] = new  # moved or filled in: it is the model's own
+        elif old is not new and key not in _WEIGHTS:
             yield key, old, new
 
 

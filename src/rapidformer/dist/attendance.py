@@ -143,6 +143,8 @@ class _Roll:
         self._rank, self._others = dist.get_rank(), range(1, dist.get_world_size())
         self._number = 0
         """Of rank 0's next call."""
+        self._kept = 0
+        """Of the first call that is still in the store."""
         self._asked: Counter[int] = Counter()
         """How often each rank was asked where it is."""
         self._is_over = False
@@ -229,7 +231,18 @@ class _Roll:
             rank: store.get(key).decode() if store.check([key]) else elsewhere.get(rank, _MISSING)
             for rank, key in keys.items()
         }
+        if store.check(list(keys.values())):
+            self._forget_earlier()
         return {rank: place for rank, place in answers.items() if place != _HERE}
+
+    def _forget_earlier(self) -> None:
+        """Every rank has come to this call, and has read what there was before it."""
+        store = get_default_store()
+        for number in range(self._kept, self._number):
+            came = (self._name("came", number, rank) for rank in self._others)
+            for key in (self._name("call", number), self._name("end", number), *came):
+                store.delete_key(key)
+        self._kept = self._number
 
     def _find_place(
         self, rank: int, seen: dict[int, tuple[Any, float]], entered: list[int]
@@ -240,6 +253,7 @@ class _Roll:
             return "has ended"
         if rank not in seen:
             seen[rank] = None, time.monotonic()
+            store.delete_key(answer)  # to what was asked in an earlier call
             self._ask(rank)
         elif store.check([answer]):
             progress, *state = json.loads(store.get(answer))

@@ -45,6 +45,7 @@ from rapidformer.compat.torch_modules import (
     set_compiled_call,
 )
 from rapidformer.models.plan import runs_in_library_code
+from rapidformer.models.side_effects.examination import Description
 from rapidformer.overlay import find_fact
 
 _MOST_CALLS = 8
@@ -105,7 +106,9 @@ class BlockGraphs(Pieces):
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:
         super().__init__(model, capture, ReplayedCode((), nn.ModuleList(blocks)))
         self.blocks, self.description = blocks, f"the {len(blocks)} blocks"
-        self._parameters = [parameter for block in blocks for parameter in block.parameters()]
+        self._parameters = self._list_parameters()
+        self._described: Description | None = None
+        """What the blocks' code depended on at the last look."""
         names = {module: name for name, module in model.named_modules()}
         self._names = [names[block] for block in blocks]
         self._ways = _list_ways(model, self._names)
@@ -134,6 +137,9 @@ class BlockGraphs(Pieces):
             run = before if before is not None else functools.partial(call_plainly, block)
             call = functools.partial(_call_block, weakref.ref(self), block, run)
             set_compiled_call(block, call)
+
+    def _list_parameters(self) -> list[nn.Parameter]:
+        return [parameter for block in self.blocks for parameter in block.parameters()]
 
     def _find_whether_chained(self) -> bool:
         """Whether nothing but blocks touches hidden states: no pixels are added to some."""
@@ -275,9 +281,12 @@ class BlockGraphs(Pieces):
 
     def _look(self) -> None:
         """See what this call of the model depends on; raises if nothing may be replayed."""
+        code = self._code.describe()
+        if code != self._described:  # weights may have been replaced
+            self._described, self._parameters = code, self._list_parameters()
         # Hooks on parameters would run twice: inside a graph, too.
         self._code.check_hooks(self._parameters if self.learns else ())
-        code, places = self._code.describe(), hash_places(self._parameters)
+        places = hash_places(self._parameters)
         is_whole = all(getattr(above, name) is below for above, name, below in self._ways)
         # Otherwise, something stands in a block's place.
         kept = self._code.find_kept(self._block_set) if is_whole else None

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from rapidformer.accel.fused_loss.chunked import Step
 from rapidformer.accel.fused_loss.head import DATA_ACCESS, Head, watch_steps
-from rapidformer.accel.later import LateTensor, StandIn, note_version, unpack
+from rapidformer.accel.later import LateTensor, StandIn, build_nothing, note_version, unpack
 from rapidformer.accel.unpad.on_demand import Unpadded, map_tokens, settle
 from rapidformer.compat.patches import Change
 from rapidformer.compat.torch_dispatch import (
@@ -206,4 +206,4 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, gradient.new_zeros((), dtype=ctx.dtype).expand(ctx.shape)
+        return gradient, build_nothing(gradient, ctx.shape, ctx.dtype)

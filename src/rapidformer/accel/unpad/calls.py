@@ -59,7 +59,8 @@ class Removal:
     """Whether this rank has removed padding in the current update of a pipeline."""
     is_missed: bool = False
     """Whether this rank needs what the others have removed in it."""
-    _calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet, init=False)
+    _calls: list[weakref.ref[Call]] = field(default_factory=list, init=False)
+    """Not a ``WeakSet``: a copy of the model would copy what they hold."""
 
     def get_step(self) -> int:
         """The number of the current step."""
@@ -68,12 +69,11 @@ class Removal:
 
     def begin(self, call: Call) -> None:
         """Note a call. Those of earlier steps cannot be repeated, and let go of all they need."""
-        for known in list(self._calls):
+        calls = [known for known in (reference() for reference in self._calls) if known is not None]
+        for known in calls:
             if known.is_late:
                 known.forget()
-                self._calls.discard(known)
-        if not call.is_late:
-            self._calls.add(call)
+        self._calls = [weakref.ref(known) for known in (*calls, call) if not known.is_late]
 
     def turn_off(self, step: int, *, is_late: bool) -> None:
         """Keep padding from now on, and say why."""
