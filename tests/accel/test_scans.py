@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.mamba2 import modeling_mamba2
@@ -162,6 +165,16 @@ def build_batch(tokens: int = 70) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+def compose(model: nn.Module) -> tuple[RapidformerEngine, Any]:
+    engine = RapidformerEngine(args={"clip_grad": 0.0})
+    composed, *_ = engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
+    return engine, composed
+
+
+def list_scanning(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if "scans" in list_layers(module)]
+
+
 def list_gradients(model: nn.Module) -> dict[str, Tensor]:
     named = model.named_parameters()
     return {name: p.grad.double() for name, p in named if p.grad is not None}
@@ -172,11 +185,8 @@ def test_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients of a model whose delta rule is exact: transformers' own is not."""
     model, batch = build(family), build_batch()
     plain = copy.deepcopy(model)
-    engine = RapidformerEngine(args={"clip_grad": 0.0})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    composed, *_ = engine.compose(model, optimizer)
-    scanning = [m for m in composed.modules() if "scans" in list_layers(m)]
-    assert scanning
+    engine, composed = compose(model)
+    assert list_scanning(composed)
     assert "scans: layers without attention" in engine.explain()
     loss = composed(**batch).loss
     engine.backward(loss)
@@ -195,8 +205,7 @@ def test_a_closed_model_is_the_plain_one_and_generates_the_same() -> None:
     model = build("FalconH1")
     before, prompt = look(model), build_batch()["input_ids"][:1]
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    engine = RapidformerEngine()
-    composed, *_ = engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
+    engine, composed = compose(model)
     assert composed.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
     engine.close()
     assert look(model) == before
@@ -209,15 +218,93 @@ def test_kernels_of_a_package_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert transformers_scans.list_scans(layer) == ["torch_chunk_gated_delta_rule"]
 
 
-def test_an_unknown_scan_is_left_alone_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_of_transformers", "reason"),
+    [(True, "takes (hidden_states, dt)"), (False, "is not a function of transformers")],
+)
+def test_an_unknown_scan_is_left_alone_and_said(
+    is_of_transformers: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @functools.wraps(modeling_mamba2.mamba2_chunk_scan)
+    def own(*args: Any, **kwargs: Any) -> Any: ...
+
     def scan(hidden_states: Tensor, dt: Tensor) -> None: ...
 
-    scan.__module__ = modeling_mamba2.__name__
-    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", scan)
-    engine, model = RapidformerEngine(), build("Mamba2")
-    engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert not any("scans" in list_layers(module) for module in model.modules())
+    changed = FunctionType(scan.__code__, vars(modeling_mamba2))
+    monkeypatch.setattr(
+        modeling_mamba2, "mamba2_chunk_scan", changed if is_of_transformers else own
+    )
+    engine, model = compose(build("Mamba2"))
+    assert not list_scanning(model)
     (line,) = (line for line in engine.explain().splitlines() if "scans" in line)
-    assert "mamba2_chunk_scan of transformers" in line
-    assert "takes (hidden_states, dt)" in line
+    assert "mamba2_chunk_scan" in line and reason in line
+    engine.close()
+
+
+def test_a_layer_of_an_own_class_is_changed_too() -> None:
+    class Own(modeling_mamba2.Mamba2Mixer): ...  # type: ignore[misc]
+
+    model = build("Mamba2")
+    for layer in model.modules():
+        if type(layer) is modeling_mamba2.Mamba2Mixer:
+            layer.__class__ = Own
+    engine, model = compose(model)
+    assert {type(layer).__name__ for layer in list_scanning(model)} == {"Own"}
+    engine.close()
+
+
+def test_what_a_script_puts_around_a_layer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decorators, hooks of accelerate inside them, and functions replaced before and after."""
+    calls: list[str] = []
+
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    class Hook(ModelHook):  # type: ignore[misc]
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append("hook")
+            return args, kwargs
+
+    compose(build("Mamba2"))[0].close()  # the layers' class is kept from here on
+    mixer = modeling_mamba2.Mamba2Mixer
+    monkeypatch.setattr(mixer, "forward", note("forward", mixer.forward))
+    model = build("Mamba2")
+    for layer in model.modules():
+        if isinstance(layer, mixer):
+            add_hook_to_module(layer.conv1d, Hook())
+    engine, model = compose(model)
+    convolve, scan = modeling_mamba2.causal_conv1d_fn, modeling_mamba2.mamba2_chunk_scan
+    monkeypatch.setattr(modeling_mamba2, "causal_conv1d_fn", note("convolution", convolve))
+    ids = build_batch()["input_ids"]
+    model(input_ids=ids)
+    layers = len(list_scanning(model))
+    assert calls == ["forward", "hook", "convolution"] * layers and layers == 2
+    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", note("scan", scan))
+    model(input_ids=ids)
+    assert calls.count("scan") == layers
+    engine.close()
+
+
+def test_forward_mode_differentiation_is_that_of_transformers() -> None:
+    model = build("Qwen3_5")
+    model.set_attn_implementation("eager")
+    twin, ids = copy.deepcopy(model), build_batch()["input_ids"].clamp(min=3)
+    engine, model = compose(model)
+
+    def get_slope(model: nn.Module) -> Tensor:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def run(weights: dict[str, Tensor]) -> Any:
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+            return torch.func.functional_call(model, weights, (), inputs).loss
+
+        slope: Tensor = torch.func.jvp(run, (weights,), (weights,))[1]
+        return slope
+
+    torch.testing.assert_close(get_slope(model), get_slope(twin))
     engine.close()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
@@ -16,14 +16,10 @@ from rapidformer.compat.transformers_scans import (
     find_unknown_scan,
     list_scans,
 )
-from rapidformer.overlay import extend, get_own_class
+from rapidformer.overlay import Build, extend, get_own_class
 
 _LAYER = "scans"
-_OURS = {
-    # Not compiled: for lengths that vary, that took 40 and 60 s, and made them no faster.
-    name: torch.compiler.disable(scan)
-    for name, scan in zip(SCANS, (scan_states, apply_delta_rule), strict=True)
-}
+_OURS = dict(zip(SCANS, (scan_states, apply_delta_rule), strict=True))
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -35,15 +31,19 @@ def apply(assembly: Assembly) -> str | None:
         assembly.applied.leave_off(problem)
         return None
     for layer in layers:
-        extend(layer, _LAYER, _build_layer, is_shared=True)
+        extend(layer, _LAYER, _get_build(get_own_class(layer).forward), is_shared=True)
     return f"{len(layers)} layers" if layers else None
 
 
 def _suits(layer: nn.Module) -> bool:
     cls = get_own_class(layer)
-    return type(layer).forward is cls.forward and bool(list_scans(cls))
+    # accelerate's hooks, for one, give a module a forward of its own.
+    is_plain = "forward" not in vars(layer) and type(layer).forward is cls.forward
+    return is_plain and bool(list_scans(cls))
 
 
-def _build_layer(cls: Any) -> dict[str, Any]:
-    names = list_scans(cls)
-    return {"forward": copy_forward(cls, {name: _OURS[name] for name in names})}
+@functools.cache
+def _get_build(forward: Any) -> Build:
+    """One per function, not per class: a class may have got another one since."""
+    members = {"forward": copy_forward(forward, _OURS)}
+    return lambda cls: members
