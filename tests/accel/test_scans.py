@@ -120,6 +120,14 @@ def test_delta_rule(tokens: int) -> None:
     compare(apply_delta_rule, theirs, apply_rule_token_by_token, inputs, named)
 
 
+def test_rows_without_tokens_are_returned() -> None:
+    values = torch.ones(2, 0, 3, 4)
+    output = scan_states(values, values[..., 0], torch.ones(3), values, values, chunk_size=64)
+    assert isinstance(output, Tensor) and output.shape == values.shape
+    output, _ = apply_delta_rule(values, values, values, values[..., 0], values[..., 0])
+    assert output.shape == values.shape
+
+
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0,

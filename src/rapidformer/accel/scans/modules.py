@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,9 @@ from rapidformer.compat.transformers_scans import (
 from rapidformer.overlay import Build, extend, get_own_class
 
 _LAYER = "scans"
-_OURS = dict(zip(SCANS, (scan_states, apply_delta_rule), strict=True))
+_OURS: dict[str, Callable[..., Any]] = dict(
+    zip(SCANS, (scan_states, apply_delta_rule), strict=True)
+)
 
 
 def apply(assembly: Assembly) -> str | None:
