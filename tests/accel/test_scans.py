@@ -221,9 +221,9 @@ def test_a_closed_model_is_the_plain_one_and_generates_the_same() -> None:
 
 def test_kernels_of_a_package_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_scans, "find_spec", lambda name: name == "mamba_ssm" or None)
-    assert not transformers_scans.list_scans(modeling_mamba2.Mamba2Mixer)
-    layer = modeling_qwen3_5.Qwen3_5GatedDeltaNet
-    assert transformers_scans.list_scans(layer) == ["torch_chunk_gated_delta_rule"]
+    assert not transformers_scans.list_scans(modeling_mamba2.Mamba2Mixer.forward)
+    forward = modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward
+    assert transformers_scans.list_scans(forward) == ["torch_chunk_gated_delta_rule"]
 
 
 @pytest.mark.parametrize(

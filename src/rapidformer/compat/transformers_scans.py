@@ -1,17 +1,16 @@
 """The functions by which transformers' layers scan tokens, where no package brings a kernel.
 
 A layer's ``forward`` calls them by their names in its file. It is copied, with its decorators, to
-call ours by names of their own there: no function of transformers is replaced, a compiler sees
-plain calls, and whatever else the file holds is looked up at each call as before.
+call ours by names that are added there for good: no function of transformers is replaced, a
+compiler sees plain calls, and whatever else the file holds is looked up at each call as before.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from types import CellType, FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,36 +34,36 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def list_scans(cls: Any) -> list[str]:
+def list_scans(forward: Any) -> list[str]:
     """The scans that a layer's ``forward`` calls, and that no package has a kernel for."""
-    function = _unwrap(cls.forward)
+    function = _unwrap(forward)
     names = function.__code__.co_names if isinstance(function, FunctionType) else ()
     return [name for name in SCANS if name in names and not find_spec(_PACKAGES[name])]
 
 
-def find_unknown_scan(cls: Any) -> str | None:
+def find_unknown_scan(forward: Any) -> str | None:
     """How a scan that a layer calls differs from the one we know; None if none does."""
-    values = _unwrap(cls.forward).__globals__
-    for name in list_scans(cls):
-        owner = getattr(values.get(name), "__globals__", {}).get("__name__", "")
-        if not owner.startswith("transformers."):
+    values = _unwrap(forward).__globals__
+    for name in list_scans(forward):
+        scan = values.get(name)
+        if not getattr(scan, "__globals__", {}).get("__name__", "").startswith("transformers."):
             return f"{name} in {values['__name__']} is not a function of transformers"
-        module = sys.modules[values["__name__"]]
-        difference = describe_difference("transformers", module, name, _KNOWN[name])
+        owner = SimpleNamespace(**{name: scan})
+        difference = describe_difference("transformers", owner, name, _KNOWN[name])
         if difference is not None:
             return difference
     return None
 
 
 def copy_forward(forward: Any, scans: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """A layer's ``forward``, and its decorators, with these scans."""
+    """A layer's ``forward``, and its decorators, with these in place of scans that it calls."""
     inner, code, closure = _find_inner(forward), forward.__code__, forward.__closure__
     if inner is not None:
         copied = copy_forward(inner, scans)
         closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in closure)
     else:
         values = forward.__globals__
-        names = {name: f"{name}_of_rapidformer" for name in scans if name in code.co_names}
+        names = {name: f"{name}_of_rapidformer" for name in scans}
         values.update((ours, _build_choice(values, n, scans[n])) for n, ours in names.items())
         code = code.replace(co_names=tuple(names.get(name, name) for name in code.co_names))
     result = FunctionType(
@@ -77,7 +76,7 @@ def copy_forward(forward: Any, scans: Mapping[str, Callable[..., Any]]) -> Calla
 def _build_choice(
     values: dict[str, Any], name: str, ours: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Our scan, unless somebody has replaced that of transformers, or transforms the call."""
+    """Our scan, unless transformers' own has been replaced since, or the call is transformed."""
     theirs = values[name]
 
     def scan(*args: Any, **kwargs: Any) -> Any:

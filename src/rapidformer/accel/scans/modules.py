@@ -28,25 +28,25 @@ _OURS: dict[str, Callable[..., Any]] = dict(
 def apply(assembly: Assembly) -> str | None:
     """Change every layer that scans its tokens."""
     layers = [module for module in assembly.model.modules() if _suits(module)]
-    problems = (find_unknown_scan(get_own_class(layer)) for layer in layers)
+    problems = (find_unknown_scan(type(layer).forward) for layer in layers)
     problem = next(filter(None, problems), None)
     if problem is not None:
         assembly.applied.leave_off(problem)
         return None
     for layer in layers:
-        extend(layer, _LAYER, _get_build(get_own_class(layer).forward), is_shared=True)
+        extend(layer, _LAYER, _get_build(type(layer).forward), is_shared=True)
     return f"{len(layers)} layers" if layers else None
 
 
 def _suits(layer: nn.Module) -> bool:
-    cls = get_own_class(layer)
     # accelerate's hooks, for one, give a module a forward of its own.
-    is_plain = "forward" not in vars(layer) and type(layer).forward is cls.forward
-    return is_plain and bool(list_scans(cls))
+    is_changed = "forward" in vars(layer) or type(layer).forward is not get_own_class(layer).forward
+    return not is_changed and bool(list_scans(type(layer).forward))
 
 
 @functools.cache
 def _get_build(forward: Any) -> Build:
-    """One per function, not per class: a class may have got another one since."""
-    members = {"forward": copy_forward(forward, _OURS)}
+    """One per function, not per class: a script may have given the class another one since."""
+    scans = {name: _OURS[name] for name in list_scans(forward)}
+    members = {"forward": copy_forward(forward, scans)}
     return lambda cls: members
