@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.mamba2 import modeling_mamba2
@@ -117,6 +121,14 @@ def test_delta_rule(tokens: int) -> None:
     compare(apply_delta_rule, theirs, apply_rule_token_by_token, inputs, named)
 
 
+def test_rows_without_tokens_are_returned() -> None:
+    values = torch.ones(2, 0, 3, 4)
+    output = scan_states(values, values[..., 0], torch.ones(3), values, values, chunk_size=64)
+    assert isinstance(output, Tensor) and output.shape == values.shape
+    output, _ = apply_delta_rule(values, values, values, values[..., 0], values[..., 0])
+    assert output.shape == values.shape
+
+
 SIZES = {
     "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0,
@@ -138,6 +150,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "FalconH1": ("FalconH1Config", {**SIZES, **STATES, "mamba_d_ssm": 32, "mamba_d_head": 8}),
     "Bamba": ("BambaConfig", {**SIZES, **STATES, "attn_layer_indices": [1]}),
+    "NemotronH": ("NemotronHConfig", {
+        **SIZES, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4,
+        "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8, "head_dim": 8,
+    }),
+    "Zamba2": ("Zamba2Config", {
+        **SIZES, "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "hybrid_layer_ids": [1], "num_mem_blocks": 1, "mamba_d_state": 8, "n_mamba_heads": 4,
+        "mamba_ngroups": 1, "chunk_size": 8,
+    }),
+    "OlmoHybrid": ("OlmoHybridConfig", {
+        **SIZES, **DELTA, "linear_num_key_heads": 4, "eos_token_id": 2,
+    }),
     "Qwen3_5": ("Qwen3_5TextConfig", {**SIZES, **DELTA}),
     "Qwen3Next": ("Qwen3NextConfig", {
         **SIZES, **DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
@@ -162,6 +186,16 @@ def build_batch(tokens: int = 70) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
+def compose(model: nn.Module) -> tuple[RapidformerEngine, Any]:
+    engine = RapidformerEngine(args={"clip_grad": 0.0})
+    composed, *_ = engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
+    return engine, composed
+
+
+def list_scanning(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if "scans" in list_layers(module)]
+
+
 def list_gradients(model: nn.Module) -> dict[str, Tensor]:
     named = model.named_parameters()
     return {name: p.grad.double() for name, p in named if p.grad is not None}
@@ -172,16 +206,14 @@ def test_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loss and gradients of a model whose delta rule is exact: transformers' own is not."""
     model, batch = build(family), build_batch()
     plain = copy.deepcopy(model)
-    engine = RapidformerEngine(args={"clip_grad": 0.0})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    composed, *_ = engine.compose(model, optimizer)
-    scanning = [m for m in composed.modules() if "scans" in list_layers(m)]
-    assert scanning
+    engine, composed = compose(model)
+    assert list_scanning(composed)
     assert "scans: layers without attention" in engine.explain()
     loss = composed(**batch).loss
     engine.backward(loss)
     found = list_gradients(composed)
-    for module in (modeling_qwen3_5, transformers.models.qwen3_next.modeling_qwen3_next):
+    module = sys.modules[type(plain).__module__]
+    if hasattr(module, "torch_chunk_gated_delta_rule"):
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", apply_rule_token_by_token)
     plain.config.use_cache = False
     expected = plain(**batch).loss
@@ -195,8 +227,7 @@ def test_a_closed_model_is_the_plain_one_and_generates_the_same() -> None:
     model = build("FalconH1")
     before, prompt = look(model), build_batch()["input_ids"][:1]
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)
-    engine = RapidformerEngine()
-    composed, *_ = engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
+    engine, composed = compose(model)
     assert composed.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
     engine.close()
     assert look(model) == before
@@ -204,20 +235,98 @@ def test_a_closed_model_is_the_plain_one_and_generates_the_same() -> None:
 
 def test_kernels_of_a_package_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers_scans, "find_spec", lambda name: name == "mamba_ssm" or None)
-    assert not transformers_scans.list_scans(modeling_mamba2.Mamba2Mixer)
-    layer = modeling_qwen3_5.Qwen3_5GatedDeltaNet
-    assert transformers_scans.list_scans(layer) == ["torch_chunk_gated_delta_rule"]
+    assert not transformers_scans.list_scans(modeling_mamba2.Mamba2Mixer.forward)
+    forward = modeling_qwen3_5.Qwen3_5GatedDeltaNet.forward
+    assert transformers_scans.list_scans(forward) == ["torch_chunk_gated_delta_rule"]
 
 
-def test_an_unknown_scan_is_left_alone_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("is_of_transformers", "reason"),
+    [(True, "takes (hidden_states, dt)"), (False, "is not a function of transformers")],
+)
+def test_an_unknown_scan_is_left_alone_and_said(
+    is_of_transformers: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @functools.wraps(modeling_mamba2.mamba2_chunk_scan)
+    def own(*args: Any, **kwargs: Any) -> Any: ...
+
     def scan(hidden_states: Tensor, dt: Tensor) -> None: ...
 
-    scan.__module__ = modeling_mamba2.__name__
-    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", scan)
-    engine, model = RapidformerEngine(), build("Mamba2")
-    engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert not any("scans" in list_layers(module) for module in model.modules())
+    changed = FunctionType(scan.__code__, vars(modeling_mamba2))
+    monkeypatch.setattr(
+        modeling_mamba2, "mamba2_chunk_scan", changed if is_of_transformers else own
+    )
+    engine, model = compose(build("Mamba2"))
+    assert not list_scanning(model)
     (line,) = (line for line in engine.explain().splitlines() if "scans" in line)
-    assert "mamba2_chunk_scan of transformers" in line
-    assert "takes (hidden_states, dt)" in line
+    assert "mamba2_chunk_scan" in line and reason in line
+    engine.close()
+
+
+def test_a_layer_of_an_own_class_is_changed_too() -> None:
+    class Own(modeling_mamba2.Mamba2Mixer): ...  # type: ignore[misc]
+
+    model = build("Mamba2")
+    for layer in model.modules():
+        if type(layer) is modeling_mamba2.Mamba2Mixer:
+            layer.__class__ = Own
+    engine, model = compose(model)
+    assert {type(layer).__name__ for layer in list_scanning(model)} == {"Own"}
+    engine.close()
+
+
+def test_what_a_script_puts_around_a_layer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decorators, hooks of accelerate inside them, and functions replaced before and after."""
+    calls: list[str] = []
+
+    def note(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    class Hook(ModelHook):  # type: ignore[misc]
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            calls.append("hook")
+            return args, kwargs
+
+    compose(build("Mamba2"))[0].close()  # the layers' class is kept from here on
+    mixer = modeling_mamba2.Mamba2Mixer
+    monkeypatch.setattr(mixer, "forward", note("forward", mixer.forward))
+    model = build("Mamba2")
+    for layer in model.modules():
+        if isinstance(layer, mixer):
+            add_hook_to_module(layer.conv1d, Hook())
+    engine, model = compose(model)
+    convolve, scan = modeling_mamba2.causal_conv1d_fn, modeling_mamba2.mamba2_chunk_scan
+    monkeypatch.setattr(modeling_mamba2, "causal_conv1d_fn", note("convolution", convolve))
+    ids = build_batch()["input_ids"]
+    model(input_ids=ids)
+    layers = len(list_scanning(model))
+    assert calls == ["forward", "hook", "convolution"] * layers and layers == 2
+    monkeypatch.setattr(modeling_mamba2, "mamba2_chunk_scan", note("scan", scan))
+    model(input_ids=ids)
+    assert calls.count("scan") == layers
+    engine.close()
+
+
+def test_forward_mode_differentiation_is_that_of_transformers() -> None:
+    model = build("Qwen3_5")
+    model.set_attn_implementation("eager")
+    twin, ids = copy.deepcopy(model), build_batch()["input_ids"].clamp(min=3)
+    engine, model = compose(model)
+
+    def get_slope(model: nn.Module) -> Tensor:
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+
+        def run(weights: dict[str, Tensor]) -> Any:
+            inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+            return torch.func.functional_call(model, weights, (), inputs).loss
+
+        slope: Tensor = torch.func.jvp(run, (weights,), (weights,))[1]
+        return slope
+
+    torch.testing.assert_close(get_slope(model), get_slope(twin))
     engine.close()

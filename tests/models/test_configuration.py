@@ -53,9 +53,11 @@ def test_remote_code_is_refused_unless_asked_for(folder: Path, tmp_path: Path) -
 def test_blocks_with_heads_of_different_sizes(tmp_path: Path) -> None:
     """transformers refuses to name one size for all of them."""
     Gemma4TextConfig(
-        hidden_size=64, num_hidden_layers=6, num_attention_heads=4, head_dim=16, global_head_dim=32
-    ).save_pretrained(tmp_path)
+        hidden_size=64, num_hidden_layers=6, num_attention_heads=4, head_dim=16, global_head_dim=32,
+        num_key_value_heads=2, num_global_key_value_heads=1, attention_k_eq_v=True,
+    ).save_pretrained(tmp_path)  # fmt: skip
     location = {"pretrained_model_name_or_path": str(tmp_path), "from_scratch": True}
     config = load_config(make_args(**location, hidden_size=32, num_attention_heads=4))
     assert config.hidden_size == 32
     assert [block.head_dim for block in config.per_layer_config] == [16] * 5 + [32]
+    assert [block.num_key_value_heads for block in config.per_layer_config] == [2] * 5 + [1]

@@ -11,6 +11,7 @@ from transformers import GraniteMoeHybridConfig, LlamaConfig
 from rapidformer.cli.verify import DIFFERS, _Verification
 from rapidformer.config import parse_arguments
 from rapidformer.config.derive import resolve
+from rapidformer.models.gpt.configuration import GPTConfig
 from rapidformer.verification.causes import find_causes
 from rapidformer.verification.compare import find_first_block
 from rapidformer.verification.settings import (
@@ -127,12 +128,14 @@ def test_round_off_of_other_micro_batches_is_not_blamed_on_the_loss() -> None:
         assert verification._status == status
 
 
-@pytest.mark.parametrize("kind", ["llama", "granite"])
+@pytest.mark.parametrize("kind", ["llama", "gpt", "granite"])
 def test_models_are_narrowed_if_that_leaves_one_that_runs(kind: str, tmp_path: Path) -> None:
     """The states of a Mamba layer have a width of their own, which must fit the model's."""
     sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
     if kind == "llama":
         LlamaConfig(**sizes, intermediate_size=48).save_pretrained(tmp_path)
+    elif kind == "gpt":  # AutoModel has no class for it
+        GPTConfig(**sizes).save_pretrained(tmp_path)
     else:
         GraniteMoeHybridConfig(
             **sizes, shared_intermediate_size=48, num_local_experts=0, mamba_n_heads=4,
@@ -145,4 +148,4 @@ def test_models_are_narrowed_if_that_leaves_one_that_runs(kind: str, tmp_path: P
     )  # fmt: skip
     changed = change_settings(parse_arguments(flags.split()), job)
     assert (changed.from_scratch, changed.num_layers) == (True, 2)
-    assert changed.hidden_size == (32 if kind == "llama" else None)
+    assert changed.hidden_size == (None if kind == "granite" else 32)

@@ -1,19 +1,22 @@
 """The functions by which transformers' layers scan tokens, where no package brings a kernel.
 
-A layer's ``forward`` calls them by their names in its file. It can be copied with other functions
-under these names, so that nothing in the process changes and a compiler sees plain calls.
+A layer's ``forward`` calls them by their names in its file. It is copied, with its decorators, to
+call ours by names that are added there for good: no function of transformers is replaced, a
+compiler sees plain calls, and whatever else the file holds is looked up at each call as before.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from types import FunctionType
+from types import CellType, FunctionType, SimpleNamespace
 from typing import Any
 
+import torch
+
 from rapidformer.compat.patches import describe_difference
+from rapidformer.compat.torch_dispatch import is_transformed
 
 PRIVATE_NAMES: dict[str, str] = {}
 _STATE_SPACE, _DELTA_RULE = SCANS = ("mamba2_chunk_scan", "torch_chunk_gated_delta_rule")
@@ -31,35 +34,78 @@ _KNOWN = {
 }  # fmt: skip
 
 
-def list_scans(cls: type) -> list[str]:
+def list_scans(forward: Any) -> list[str]:
     """The scans that a layer's ``forward`` calls, and that no package has a kernel for."""
-    forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
-    if not isinstance(forward, FunctionType):
-        return []
-    called = [name for name in SCANS if name in forward.__code__.co_names]
-    modules = {name: getattr(forward.__globals__.get(name), "__module__", "") for name in called}
-    is_known = "transformers.models."
-    return [n for n in called if modules[n].startswith(is_known) and not find_spec(_PACKAGES[n])]
+    function = _unwrap(forward)
+    names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    return [name for name in SCANS if name in names and not find_spec(_PACKAGES[name])]
 
 
-def find_unknown_scan(cls: type) -> str | None:
+def find_unknown_scan(forward: Any) -> str | None:
     """How a scan that a layer calls differs from the one we know; None if none does."""
-    owner = inspect.getmodule(cls)
-    names = list_scans(cls)
-    differences = (describe_difference("transformers", owner, n, _KNOWN[n]) for n in names)
-    return next(filter(None, differences), None)
+    values = _unwrap(forward).__globals__
+    for name in list_scans(forward):
+        scan = values.get(name)
+        if not getattr(scan, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return f"{name} in {values['__name__']} is not a function of transformers"
+        owner = SimpleNamespace(**{name: scan})
+        difference = describe_difference("transformers", owner, name, _KNOWN[name])
+        if difference is not None:
+            return difference
+    return None
 
 
-def copy_forward(cls: type, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """A layer's ``forward`` with other functions under these names.
+def copy_forward(forward: Any, scans: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """A layer's ``forward``, and its decorators, with these in place of scans that it calls."""
+    inner, code, closure = _find_inner(forward), forward.__code__, forward.__closure__
+    if inner is not None:
+        copied = copy_forward(inner, scans)
+        closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in closure)
+    else:
+        values = forward.__globals__
+        names = {name: f"{name}_of_rapidformer" for name in scans}
+        values.update((ours, _build_choice(values, n, scans[n])) for n, ours in names.items())
+        code = code.replace(co_names=tuple(names.get(name, name) for name in code.co_names))
+    result = FunctionType(
+        code, forward.__globals__, forward.__name__, forward.__defaults__, closure
+    )
+    result.__kwdefaults__ = forward.__kwdefaults__
+    return functools.wraps(forward)(result)
 
-    Its globals have no ``__name__``: a compiler would take them for those of the layer's module.
-    """
-    forward: Any = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
-    values = {k: v for k, v in forward.__globals__.items() if k != "__name__"}
-    copied = FunctionType(
-        forward.__code__, {**values, **functions}, forward.__name__, forward.__defaults__,
-        forward.__closure__,
-    )  # fmt: skip
-    copied.__kwdefaults__ = forward.__kwdefaults__
-    return functools.wraps(forward)(copied)
+
+def _build_choice(
+    values: dict[str, Any], name: str, ours: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Our scan, unless transformers' own has been replaced since, or the call is transformed."""
+    theirs = values[name]
+
+    def scan(*args: Any, **kwargs: Any) -> Any:
+        chosen = values[name]
+        if chosen is theirs and not is_transformed():
+            chosen = ours
+        return chosen(*args, **kwargs)
+
+    # For lengths that vary, compiling them took 40 and 60 s, and made them no faster.
+    plain: Callable[..., Any] = torch.compiler.disable(scan)
+    return plain
+
+
+def _unwrap(function: Any) -> Any:
+    """What is inside a function's decorators."""
+    while (inner := _find_inner(function)) is not None:
+        function = inner
+    return function
+
+
+def _find_inner(function: Any) -> Any | None:
+    """What a decorated function calls; None if it is plain, or does not keep that in a cell."""
+    inner = getattr(function, "__wrapped__", None)
+    cells = getattr(function, "__closure__", None) or ()
+    return inner if inner is not None and any(_holds(cell, inner) for cell in cells) else None
+
+
+def _holds(cell: CellType, value: object) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is still empty
+        return False

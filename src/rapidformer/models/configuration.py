@@ -160,7 +160,7 @@ def _set_sizes(config: Any, args: Settings) -> None:
     if hidden and heads and (args.hidden_size or args.num_attention_heads) is not None:
         _set_all(config, ("head_dim", "d_kv"), hidden // heads)
         _set_all(config, ("pooler_hidden_size",), hidden)
-        groups = getattr(config, "num_key_value_heads", None)
+        groups = get_shared(config, "num_key_value_heads")
         if groups is not None and heads % groups:
             config.num_key_value_heads = heads
 

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rapidformer.config import Settings
 from rapidformer.config.row import AUTO
 from rapidformer.config.sections import LaunchArguments, ParallelArguments
 from rapidformer.config.switches import SWITCHES, Switch, to_flag
+from rapidformer.hub import quiet_transformers
 from rapidformer.models.location import is_model_folder
 
 SOURCE = "rapidformer verify"
@@ -199,26 +200,29 @@ def _reduce_model(args: Settings) -> Settings:
         # Narrow layers need larger weights to keep rows as distinct as before.
         init_method_std=getattr(config, "initializer_range", 0.02) * (hidden / narrow) ** 0.5,
     )  # fmt: skip
-    return reduced if _can_run(load_config(reduced)) else shallow
+    # The width of a Mamba layer must fit other sizes; some models cannot be called by tokens alone.
+    return shallow if not _can_run(reduced) and _can_run(shallow) else reduced
 
 
-def _can_run(config: Any) -> bool:
-    """Whether a text model of these sizes can be called: Mamba's layers have more that must fit."""
+def _can_run(args: Settings) -> bool:
+    """Whether the settings' model can be called, if it reads text alone."""
     import torch
     from transformers import AutoModel
 
+    from rapidformer.models.configuration import load_config
     from rapidformer.models.towers import reads_more_than_text
 
+    config = load_config(args)
     if reads_more_than_text(config):
         return True
     tokens = torch.zeros(1, 4, dtype=torch.long)
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            model = AutoModel.from_config(config)
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), quiet_transformers(None):
+            model = AutoModel.from_config(config, trust_remote_code=args.trust_remote_code)
             targets = {"decoder_input_ids": tokens} if config.is_encoder_decoder else {}
             if model.main_input_name == "input_ids":
                 model(input_ids=tokens, **targets)
-    except (RuntimeError, ValueError):
+    except Exception:  # a model's own code may raise anything
         return False
     return True
 

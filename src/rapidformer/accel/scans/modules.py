@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from rapidformer.accel.assembly import Assembly
@@ -16,34 +17,36 @@ from rapidformer.compat.transformers_scans import (
     find_unknown_scan,
     list_scans,
 )
-from rapidformer.overlay import extend, get_own_class
+from rapidformer.overlay import Build, extend, get_own_class
 
 _LAYER = "scans"
-_OURS = {
-    # Not compiled: for lengths that vary, that took 40 and 60 s, and made them no faster.
-    name: torch.compiler.disable(scan)
-    for name, scan in zip(SCANS, (scan_states, apply_delta_rule), strict=True)
-}
+_OURS: dict[str, Callable[..., Any]] = dict(
+    zip(SCANS, (scan_states, apply_delta_rule), strict=True)
+)
 
 
 def apply(assembly: Assembly) -> str | None:
     """Change every layer that scans its tokens."""
     layers = [module for module in assembly.model.modules() if _suits(module)]
-    problems = (find_unknown_scan(get_own_class(layer)) for layer in layers)
+    problems = (find_unknown_scan(type(layer).forward) for layer in layers)
     problem = next(filter(None, problems), None)
     if problem is not None:
         assembly.applied.leave_off(problem)
         return None
     for layer in layers:
-        extend(layer, _LAYER, _build_layer, is_shared=True)
+        extend(layer, _LAYER, _get_build(type(layer).forward), is_shared=True)
     return f"{len(layers)} layers" if layers else None
 
 
 def _suits(layer: nn.Module) -> bool:
-    cls = get_own_class(layer)
-    return type(layer).forward is cls.forward and bool(list_scans(cls))
+    # accelerate's hooks, for one, give a module a forward of its own.
+    is_changed = "forward" in vars(layer) or type(layer).forward is not get_own_class(layer).forward
+    return not is_changed and bool(list_scans(type(layer).forward))
 
 
-def _build_layer(cls: Any) -> dict[str, Any]:
-    names = list_scans(cls)
-    return {"forward": copy_forward(cls, {name: _OURS[name] for name in names})}
+@functools.cache
+def _get_build(forward: Any) -> Build:
+    """One per function, not per class: a script may have given the class another one since."""
+    scans = {name: _OURS[name] for name in list_scans(forward)}
+    members = {"forward": copy_forward(forward, scans)}
+    return lambda cls: members

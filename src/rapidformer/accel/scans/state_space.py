@@ -65,9 +65,9 @@ def _scan(
     at_end = values * decay_to_end(sums).unsqueeze(-1)
     added = at_end.transpose(-1, -2).flatten(3, 4) @ keys
     added = added.unflatten(3, (-1, size)).flatten(2, 3)
-    start = torch.zeros_like(added[:, :1]) if first is None else first.to(added).unsqueeze(1)
+    start = added.new_zeros(rows, heads, size, state) if first is None else first.to(added)
     of_chunks = add_up(functional.pad(sums[..., -1].flatten(2).transpose(1, 2), (1, 0)))
-    states = torch.cat([start, added], 1).transpose(1, 2).flatten(3)
+    states = torch.cat([start.unsqueeze(1), added], 1).transpose(1, 2).flatten(3)
     states = (decay_between(of_chunks) @ states).unflatten(3, (size, state)).transpose(1, 2)
 
     before = states[:, :-1].unflatten(2, in_groups).flatten(3, 4)
