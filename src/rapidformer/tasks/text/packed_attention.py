@@ -14,6 +14,7 @@ from rapidformer.compat.transformers_models import get_attention
 from rapidformer.errors import ModelError
 from rapidformer.log import get_logger
 from rapidformer.models.evaluation_mode import evaluation_mode
+from rapidformer.models.towers import get_shared
 
 Batch = dict[str, Any]
 _MARK = "packed_attention"
@@ -82,7 +83,7 @@ def _build_mask(model: Any, inputs: Batch, window: int | None = None) -> torch.T
 
 
 def _get_window(config: Any) -> int | None:
-    window = getattr(config.get_text_config(), "sliding_window", None)
+    window = get_shared(config.get_text_config(), "sliding_window")
     return int(window) if isinstance(window, int) and window > 0 else None
 
 
