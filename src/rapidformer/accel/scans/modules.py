@@ -39,7 +39,7 @@ def apply(assembly: Assembly) -> str | None:
 
 
 def _suits(layer: nn.Module) -> bool:
-    # accelerate's hooks, for one, give a module a forward of its own.
+    # Hooks of other libraries may give a module a forward of its own.
     is_changed = "forward" in vars(layer) or type(layer).forward is not get_own_class(layer).forward
     return not is_changed and bool(list_scans(type(layer).forward))
 
