@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from rapidformer.accel.cuda_graph.snapshot import Snapshot
 from rapidformer.overlay import extend
 
 
-class Pieces:
+class Pieces(ABC):
     """The graphs of parts of a model."""
 
     learns = True
@@ -49,9 +50,9 @@ class Pieces:
         """Why nothing is replayed; None while it may be."""
 
     @property
+    @abstractmethod
     def count(self) -> int:
         """For how many sizes of a micro-batch there are graphs."""
-        raise NotImplementedError
 
     @contextmanager
     def passing(self, *, begins: bool = True) -> Iterator[None]:
