@@ -264,7 +264,7 @@ def test_an_unknown_scan_is_left_alone_and_said(
 
 
 def test_a_layer_of_an_own_class_is_changed_too() -> None:
-    class Own(modeling_mamba2.Mamba2Mixer): ...  # type: ignore[misc]
+    class Own(modeling_mamba2.Mamba2Mixer): ...
 
     model = build("Mamba2")
     for layer in model.modules():
@@ -287,7 +287,7 @@ def test_what_a_script_puts_around_a_layer_is_called(monkeypatch: pytest.MonkeyP
 
         return noted
 
-    class Hook(ModelHook):  # type: ignore[misc]
+    class Hook(ModelHook):
         def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             calls.append("hook")
             return args, kwargs

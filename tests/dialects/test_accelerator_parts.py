@@ -329,7 +329,7 @@ def _train_by_all_labels(second_models: int) -> list[list[float]]:
     models = [nn.Linear(3, 2) for _ in range(1 + second_models)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     size = 4 // accelerator.num_processes
-    *_, loader = accelerator.prepare(*models, *optimizers, DataLoader(rows, batch_size=size))  # type: ignore[arg-type]
+    *_, loader = accelerator.prepare(*models, *optimizers, DataLoader(rows, batch_size=size))
     (batch,) = loader
     total = accelerator.gather(batch["labels"].ne(-100).sum()).sum()
     for model in models:

@@ -61,7 +61,7 @@ def train(
 ) -> list[Any]:
     """Losses, gradient norms, rates and places of the run's updates."""
 
-    class Joining(room.Trainer):  # type: ignore[misc,name-defined]
+    class Joining(room.Trainer):
         def get_train_dataloader(self) -> Any:
             load = super().get_train_dataloader
             return Joined(load(), load()) if joins else load()
@@ -152,7 +152,7 @@ def test_a_loss_that_is_divided_by_the_accelerators_accumulation(tmp_path: Path)
     found = []
     for room in (rapidformer, transformers):
 
-        class Dividing(room.Trainer):  # type: ignore[misc,name-defined]
+        class Dividing(room.Trainer):
             def compute_loss(self, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
                 return model(**inputs).loss / self.accelerator.gradient_accumulation_steps
 

@@ -52,7 +52,7 @@ def test_the_tokenizer_of_the_collate_function_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_run_resumes_with_a_load_state_dict_of_the_models_own(tmp_path: Path) -> None:
-    class Renames(type(make_classifier())):  # type: ignore[misc]
+    class Renames(type(make_classifier())):
         def load_state_dict(self, state_dict: Any, strict: bool = True) -> Any:
             named = {name.removeprefix("module."): w for name, w in state_dict.items()}
             return super().load_state_dict(named, strict=strict)

@@ -153,7 +153,7 @@ def test_an_evaluation_on_the_main_process_alone_is_an_error(tmp_path: Path) -> 
     assert messages == ["evaluate()", "predict()"]
 
 
-class EvaluateOnMain(TrainerCallback):  # type: ignore[misc]
+class EvaluateOnMain(TrainerCallback):
     def __init__(self) -> None:
         self.trainer: Any = None
         self.messages: list[str] = []
