@@ -542,11 +542,42 @@ def test_rounding_next_to_a_kink_does_not_depend_on_the_width() -> None:
     ids = torch.ones(2, 8, dtype=torch.long)
     micro_batch = MicroBatch({"input_ids": ids}, NO_BATCH, False, True, 0, 0)
     widths = Widths(model, [weight], torch.device("cpu"), is_16_bit=True, warns=False)
-    before = Snapshot([], torch.device("cpu"))
+    take_snapshot = functools.partial(Snapshot, [], torch.device("cpu"))
     columns = {"input_ids": Column(16, 0)}
     for noise, is_same in ((1e-7, True), (0.1, False)):
-        problem = widths._compare(functools.partial(run, noise=noise), columns, before, micro_batch)
+        step = functools.partial(run, noise=noise)
+        problem = widths._compare(step, columns, take_snapshot, micro_batch)
         assert (problem is None) == is_same
+
+
+@pytest.mark.parametrize(("change", "is_same"), [(0.0, True), (1e-6, False)])
+def test_rounding_that_a_model_amplifies_does_not_count_as_a_change(
+    change: float, is_same: bool
+) -> None:
+    """As in Gemma 4 with random weights: 1e-7 at first is a tenth of the gradient in the end."""
+    weight = torch.nn.Parameter(torch.tensor([0.3]))
+    dtypes = []
+
+    def run(batch: MicroBatch) -> MicroBatchResult:
+        added = batch.batch["input_ids"].shape[1] - 8
+        hidden = weight.float()  # a norm computes in fp32, whatever comes in
+        dtypes.append(hidden.dtype)
+        hidden = hidden + added * (torch.finfo(hidden.dtype).eps + change)
+        for _ in range(16):
+            hidden = 3.9 * hidden * (1 - hidden)
+        return MicroBatchResult(loss=hidden.sum() * 1e-6 + 1.0, weight=1.0)
+
+    micro_batch = MicroBatch(
+        {"input_ids": torch.ones(2, 8, dtype=torch.long)}, NO_BATCH, False, True, 0, 0
+    )
+    model, device = torch.nn.ParameterList([weight]), torch.device("cpu")
+    widths = Widths(model, [weight], device, is_16_bit=True, warns=False)
+    take_snapshot = functools.partial(Snapshot, [], device)
+    problem = widths._compare(run, {"input_ids": Column(16, 0)}, take_snapshot, micro_batch)
+    assert (problem is None) == is_same
+    assert problem is None or "gradients change" in problem
+    assert dtypes == [torch.float32] * 2 + [torch.float64] * 2
+    assert weight.dtype == torch.float32 and weight.grad is None
 
 
 @pytest.mark.parametrize(

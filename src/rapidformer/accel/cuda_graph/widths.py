@@ -35,6 +35,7 @@ from rapidformer.accel.cuda_graph.trial_modes import (
     InBounds,
     NotForPadding,
     SameChoices,
+    in_float64,
 )  # fmt: skip
 from rapidformer.accel.unpad.rows import NO_SIZES
 from rapidformer.accel.unpad.stirring import SMOOTH, Steady, stir
@@ -75,6 +76,8 @@ trial, so these passes can only show what a loss does, and rounding may be large
 """
 _LAST_BITS = 1e-5
 """What rounding alone may change in fp32."""
+_MOST_IN_FLOAT64 = 2**30
+"""So many weights may have their fp64 copies and gradients beside everything else."""
 
 
 class Widths:
@@ -120,10 +123,11 @@ class Widths:
             is_early = self._seen[seen] <= _COMPARED
             is_due = is_early or (self._is_own and _is_power(self._seen[seen]))
             if self._is_exact and (is_due or self._is_news(seen, item)):
-                before, compared = code.take_snapshot(self._device), _keep_short_rows(micro_batch)
+                take_snapshot = functools.partial(code.take_snapshot, self._device)
                 self._is_exact = self._find_out(
-                    request.run_forward, compared, wider, before, is_early=is_early
-                )
+                    request.run_forward, _keep_short_rows(micro_batch), wider, take_snapshot,
+                    is_early=is_early,
+                )  # fmt: skip
                 self._note(seen, item)
         return self._is_exact or not grown
 
@@ -150,12 +154,12 @@ class Widths:
         return bool(shares) and min(shares) >= max(_LEAST_CHANGE, _MARGIN * self._limit)
 
     def _find_out(
-        self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns, before: Snapshot,
-        *, is_early: bool,
+        self, run_forward: RunForward, micro_batch: MicroBatch, columns: Columns,
+        take_snapshot: Callable[[], Snapshot], *, is_early: bool,
     ) -> bool:  # fmt: skip
         if has_width_readers(self._model):
             return False
-        compare = functools.partial(self._compare, run_forward, columns, before)
+        compare = functools.partial(self._compare, run_forward, columns, take_snapshot)
         problem = compare(micro_batch)
         if problem is None and self._is_own and is_early:
             problem = self._compare_stirred(compare, micro_batch, columns)
@@ -193,13 +197,31 @@ class Widths:
         return _LIMIT_FP32 if self._is_own and is_fp32 and self._limit == _LIMIT else self._limit
 
     def _compare(
-        self, run_forward: RunForward, columns: Columns, before: Snapshot, micro_batch: MicroBatch,
-        *, must_run: bool = True,
+        self, run_forward: RunForward, columns: Columns, take_snapshot: Callable[[], Snapshot],
+        micro_batch: MicroBatch, *, must_run: bool = True,
     ) -> str | None:  # fmt: skip
         """What differs between the passes over a batch with and without these columns.
 
-        Unless it must run, nothing does if there is no result without them.
+        Unless it must run, nothing does if there is no result without them. What differs in fp32
+        and not in fp64 is rounding, which some models amplify.
         """
+        compare = functools.partial(self._compare_once, run_forward, columns, micro_batch)
+        problem = compare(take_snapshot(), must_run=must_run)
+        is_small = sum(p.numel() for p in self._parameters) <= _MOST_IN_FLOAT64
+        if problem is None or not self._limit or not is_small:
+            return problem
+        try:
+            with in_float64(self._model):
+                return compare(take_snapshot()) and problem
+        except RuntimeError as error:
+            if not is_out_of_gpu_memory(error):
+                raise
+            return problem
+
+    def _compare_once(
+        self, run_forward: RunForward, columns: Columns, micro_batch: MicroBatch, before: Snapshot,
+        *, must_run: bool = True,
+    ) -> str | None:  # fmt: skip
         hidden = NotForPadding(micro_batch.batch, columns)
         choices = SameChoices(micro_batch.batch, max(self._get_limit(), _LAST_BITS))
 
@@ -234,7 +256,7 @@ class Widths:
         if not must_run and math.isnan(narrow.means[0]):
             return None
         if fewer is not None:  # in fp32, a step takes more memory than usual
-            return self._compare(run_forward, columns, before, fewer, must_run=must_run)
+            return self._compare_once(run_forward, columns, fewer, before, must_run=must_run)
         return _describe_difference(wide, narrow, self._get_limit())
 
 
