@@ -387,6 +387,66 @@ HELD = {
         {"vision_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
                            "num_attention_heads": 4, "image_size": 32, "patch_size": 8}}, "images",
     ),
+    "StarCoder2 shape": Held(
+        "Starcoder2Config", "Starcoder2ForCausalLM", 8, (50, 1000),
+        {"vocab_size": 49152, "hidden_size": 1024, "num_hidden_layers": 16,
+         "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 4096},
+        {**TINY, "num_key_value_heads": 2}, "text",
+    ),
+    "Cohere 2 shape": Held(
+        "Cohere2Config", "Cohere2ForCausalLM", 8, (50, 1000),
+        {"vocab_size": 64000, "hidden_size": 1024, "num_hidden_layers": 16,
+         "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096,
+         "sliding_window": 512},
+        {**TINY, "num_key_value_heads": 2, "sliding_window": 32}, "text",
+    ),
+    "Phi-MoE shape": Held(
+        "PhimoeConfig", "PhimoeForCausalLM", 8, (50, 1000),
+        {"vocab_size": 32064, "hidden_size": 1024, "num_hidden_layers": 8,
+         "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 1024,
+         "num_local_experts": 16},
+        {**TINY, "num_key_value_heads": 2, "num_local_experts": 4}, "text",
+    ),
+    "Pegasus-large": Held(
+        "PegasusConfig", "PegasusForConditionalGeneration", 16, (40, 400),
+        {"vocab_size": 96103, "d_model": 1024, "encoder_layers": 16, "decoder_layers": 16},
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
+         "decoder_ffn_dim": 96, "vocab_size": 512}, "pairs",
+    ),
+    "LED-base": Held(
+        "LEDConfig", "LEDForConditionalGeneration", 8, (50, 1000),
+        {"vocab_size": 50265, "d_model": 768, "encoder_layers": 6, "decoder_layers": 6,
+         "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072, "encoder_attention_heads": 12,
+         "decoder_attention_heads": 12},
+        {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 96,
+         "decoder_ffn_dim": 96, "vocab_size": 512, "attention_window": 16,
+         "encoder_attention_heads": 4, "decoder_attention_heads": 4}, "pairs",
+    ),
+    "FNet-base": Held(
+        "FNetConfig", "FNetForSequenceClassification", 32, (10, 120), {"vocab_size": 32000}, TINY,
+    ),
+    "MobileBERT": Held(
+        "MobileBertConfig", "MobileBertForSequenceClassification", 32, (10, 120),
+        {"vocab_size": 30522}, {"num_hidden_layers": 2, "vocab_size": 512},
+    ),
+    "BigBird-base": Held(
+        "BigBirdConfig", "BigBirdForSequenceClassification", 8, (50, 2000),
+        {"vocab_size": 50358}, TINY,
+    ),
+    "SegFormer-b2": Held(
+        "SegformerConfig", "SegformerForImageClassification", 64, (1, 1),
+        {"num_labels": 2, "depths": [3, 4, 6, 3], "hidden_sizes": [64, 128, 320, 512]},
+        {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 16, 32, 32]}, "images",
+    ),
+    "PVTv2-b2": Held(
+        "PvtV2Config", "PvtV2ForImageClassification", 64, (1, 1),
+        {"num_labels": 2, "depths": [3, 4, 6, 3], "hidden_sizes": [64, 128, 320, 512]},
+        {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 40, 64], "image_size": 32}, "images",
+    ),
+    "Data2Vec-audio": Held(
+        "Data2VecAudioConfig", "Data2VecAudioForSequenceClassification", 16, (1, 1),
+        {"num_labels": 2}, {**TINY, "num_conv_pos_embeddings": 2}, "sound",
+    ),
     "nanoGPT": Held(
         "", "NanoGPT", 8, (50, 1000), {"vocab_size": 50257},
         TINY, "text",

@@ -20,9 +20,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from rapidformer.accel.scans.delta_rule import apply_delta_rule
 from rapidformer.accel.scans.state_space import scan_states
+from rapidformer.accel.unpad.calls import Removal
 from rapidformer.compat import transformers_scans
 from rapidformer.engine import RapidformerEngine
-from rapidformer.overlay import list_layers
+from rapidformer.overlay import find_fact, list_layers
 from tests.accel.test_applied import look
 
 LENGTHS = (3, 64, 150)
@@ -179,8 +180,10 @@ def build(family: str) -> nn.Module:
 
 
 def build_batch(tokens: int = 70) -> dict[str, Tensor]:
-    ids, mask = torch.randint(3, 50, (3, tokens)), torch.ones(3, tokens, dtype=torch.long)
-    mask[1, 40:] = mask[2, 9:] = 0
+    """A chunk has 64 tokens; after 61, there is just room for what a convolution looks back."""
+    lengths = torch.tensor([tokens, 64, 61, 9]).clamp(max=tokens)
+    ids, mask = torch.randint(3, 50, (4, tokens)), torch.arange(tokens) < lengths[:, None]
+    mask = mask.long()
     return {
         "input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100),
     }  # fmt: skip
@@ -209,6 +212,8 @@ def test_models(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, composed = compose(model)
     assert list_scanning(composed)
     assert "scans: layers without attention" in engine.explain()
+    removal = find_fact(composed, Removal)
+    assert removal is not None and removal.is_on
     loss = composed(**batch).loss
     engine.backward(loss)
     found = list_gradients(composed)

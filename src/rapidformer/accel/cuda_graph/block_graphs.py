@@ -72,7 +72,7 @@ def _list_ways(model: nn.Module, names: Sequence[str]) -> list[tuple[nn.Module, 
 def round_rows(model: nn.Module) -> None:
     """Let the number of real tokens be one of a few, if padding is removed and that is exact."""
     removal = find_fact(model, Removal)
-    if removal is not None and removal.pads_attention:
+    if removal is not None and removal.is_by_call:
         removal.is_on = False  # a graph knows a block's arguments only
     elif removal is not None and find_filling(model).fills:
         removal.rounds_up = True

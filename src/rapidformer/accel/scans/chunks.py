@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 SIZE = 64
 """Tokens of a chunk. A model's own size suits some kernel; results do not depend on it."""
+
+
+NEW_ROWS: ContextVar[Tensor | None] = ContextVar("new_rows", default=None)
+"""Of rows that lie in one sequence: which of its chunks begin one, and take over no state."""
 
 
 def cut(values: Tensor) -> Tensor:

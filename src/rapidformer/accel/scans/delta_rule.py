@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rapidformer.accel.scans.chunks import add_up, cut, decay_between, decay_to_end
+from rapidformer.accel.scans.chunks import NEW_ROWS, add_up, cut, decay_between, decay_to_end
 
 
 def apply_delta_rule(
@@ -57,6 +57,8 @@ def _scan(
     query, key, value, beta = (_arrange(part) for part in (query, key, value, beta.unsqueeze(-1)))
     sums = add_up(_arrange(logs.unsqueeze(-1)).squeeze(-1))
     decay, kept = decay_between(sums), sums.float().exp().unsqueeze(-1)
+    if (begins := NEW_ROWS.get()) is not None:
+        kept = kept.masked_fill(begins.view(-1, 1, 1, 1), 0.0)
     erasing = key * beta
     system = (erasing @ key.transpose(-1, -2)) * decay
     solved = torch.linalg.solve_triangular(

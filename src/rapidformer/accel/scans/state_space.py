@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.scans.chunks import add_up, cut, decay_between, decay_to_end
+from rapidformer.accel.scans.chunks import NEW_ROWS, add_up, cut, decay_between, decay_to_end
+
+_FORGET = -1e4
+"""The logarithm of a decay that leaves exactly nothing in fp32. Not infinity: sums are subtracted."""
 
 
 def scan_states(
@@ -66,12 +69,16 @@ def _scan(
     added = at_end.transpose(-1, -2).flatten(3, 4) @ keys
     added = added.unflatten(3, (-1, size)).flatten(2, 3)
     start = added.new_zeros(rows, heads, size, state) if first is None else first.to(added)
-    of_chunks = add_up(functional.pad(sums[..., -1].flatten(2).transpose(1, 2), (1, 0)))
+    kept, in_chunks = sums.float().exp().unsqueeze(-1), sums[..., -1].flatten(2).transpose(1, 2)
+    if (begins := NEW_ROWS.get()) is not None:
+        kept = kept.masked_fill(begins.view(-1, 1, 1, 1, 1), 0.0)
+        in_chunks = in_chunks + _FORGET * begins
+    of_chunks = add_up(functional.pad(in_chunks, (1, 0)))
     states = torch.cat([start.unsqueeze(1), added], 1).transpose(1, 2).flatten(3)
     states = (decay_between(of_chunks) @ states).unflatten(3, (size, state)).transpose(1, 2)
 
     before = states[:, :-1].unflatten(2, in_groups).flatten(3, 4)
     read = (queries @ before.transpose(-1, -2)).unflatten(4, (-1, size)).transpose(3, 4)
-    output = inside + read * sums.float().exp().unsqueeze(-1)
+    output = inside + read * kept
     output = output.permute(0, 1, 4, 2, 3, 5).reshape(rows, -1, heads, size)
     return output[:, :tokens].contiguous(), states[:, -1]

@@ -3,7 +3,7 @@
 Attention by one of transformers' functions takes the rows as they are. Attention in a model's own
 code (GPT-J, Bloom, Falcon, and whatever else multiplies queries by keys itself) does not: there,
 rows are padded for the attention module alone, and everything else in a block computes on real
-tokens.
+tokens. Layers that scan have a way of their own (``scanned_rows.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rapidformer.accel.unpad.kernels import get_current_rows, inside, use_rows
 from rapidformer.accel.unpad.masks import RowMask
 from rapidformer.accel.unpad.on_demand import lacks_padding, settle, start
 from rapidformer.accel.unpad.rows import Rows
+from rapidformer.accel.unpad.scanned_rows import find_scanning, run_scanning, suits
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.models.plan import (
     ModelPlan,
@@ -38,7 +39,7 @@ from rapidformer.models.plan import (
 from rapidformer.overlay import drop_fact, extend, get_fact, get_own_class, put_fact, remove
 
 _PACKED: ContextVar[Rows | None] = ContextVar("packed", default=None)
-"""The rows of the block that runs now, if its attention takes padded ones only."""
+"""The rows of the block that runs now, if a part of it gets them otherwise."""
 _IN_OWNER: ContextVar[bool] = ContextVar("in_owner", default=False)
 """Whether transformers' own code hands hidden states from block to block."""
 
@@ -53,8 +54,8 @@ class _Place:
     """Whether its input may be in that shape."""
     names: tuple[str, ...]
     """The block's positional arguments."""
-    pads_attention: bool
-    """Whether its attention modules get padded rows."""
+    is_by_call: bool
+    """Whether its rows come from the call of the model: its arguments do not show them."""
     is_watched: bool
     """Whether code of the user's own may run it, outside the module that holds its list."""
 
@@ -79,8 +80,9 @@ def find_attention(block: nn.Module) -> list[nn.Module]:
 
 
 def extend_blocks(
-    model: nn.Module, stacks: Sequence[Sequence[str]], *, pads_attention: bool = False
-) -> Callable[[], None]:
+    model: nn.Module, stacks: Sequence[Sequence[str]], *, pads_attention: bool = False,
+    scans: bool = False,
+) -> Callable[[], None]:  # fmt: skip
     """Let the blocks of a model run on real tokens; returns how to undo it."""
     extended = []
     has_own_code = not is_own_model(get_own_class(model))
@@ -97,6 +99,9 @@ def extend_blocks(
             for module in find_attention(block) if pads_attention else ():
                 extend(module, "unpad", _build_attention, is_shared=True)
                 extended.append(module)
+            for module in find_scanning(block) if scans else ():
+                extend(module, "unpad", _build_scanning, is_shared=True)
+                extended.append(module)
             is_read = name == stack[-1] or not is_own
             is_on_cpu = all(p.device.type == "cpu" for p in block.parameters())
             extend(block, "unpad", _build_cpu_block if is_on_cpu else _build_block, is_shared=True)
@@ -104,7 +109,7 @@ def extend_blocks(
                 is_read=is_read,
                 gets_padded=name == stack[0] or not is_own,
                 names=find_argument_names(block),
-                pads_attention=pads_attention,
+                is_by_call=pads_attention or scans,
                 is_watched=is_watched,
             )
             put_fact(block, place)
@@ -158,7 +163,7 @@ def _run_block(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     masks = _find_masks(args, kwargs)
     rows = masks[0].rows if masks else None
     within: AbstractContextManager[Any] = nullcontext()
-    if place.pads_attention:
+    if place.is_by_call:
         # Outside, the mask may be another one: it is among arguments, but not as a ``RowMask``.
         rows = None if is_outside else _find_rows(hidden)
         within = inside(_PACKED, rows)
@@ -244,9 +249,32 @@ def _run_attention(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
     rows = _PACKED.get()
     if rows is None:
         return cls.__call__(self, *args, **kwargs)
+    return _run_padded(functools.partial(cls.__call__, self), rows, args, kwargs)
+
+
+def _run_padded(
+    run: Callable[..., Any], rows: Rows, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     padded = [rows.pad_argument(value) for value in args]
     named = {name: rows.pad_argument(value) for name, value in kwargs.items()}
-    output = cls.__call__(self, *padded, **named)
+    output = run(*padded, **named)
     if isinstance(output, tuple):
         return (rows.pack(output[0]), *output[1:])
     return rows.pack(output)
+
+
+# ---- layers that scan ----------------------------------------------------------------------------
+
+
+def _build_scanning(cls: Any) -> dict[str, Any]:
+    @torch.compiler.disable
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows, run = _PACKED.get(), functools.partial(cls.forward, self)
+        if rows is None:
+            return run(*args, **kwargs)
+        if not suits(self, rows):
+            return _run_padded(run, rows, args, kwargs)
+        return run_scanning(self, run, rows, args, kwargs)
+
+    return {"forward": forward}

@@ -43,7 +43,9 @@ class Removal:
     rounds_up: bool = False
     """Whether the number of tokens is one of a few."""
     pads_attention: bool = False
-    """Whether rows are padded for attention, as blocks' arguments do not show."""
+    """Whether rows are padded for attention."""
+    is_by_call: bool = False
+    """Whether blocks get their rows from the call: their arguments do not show them."""
     only_in_graphs: bool = False
     """Whether only steps that are replayed as CUDA graphs, or might be, remove padding."""
     is_on: bool = True
@@ -118,6 +120,8 @@ class Call:
         """All ``Unpadded`` that come from it."""
         self.is_promised = is_promised
         self.removal, self._knows_labels = removal, knows_labels
+        self.chunks: dict[Any, Any] = {}
+        """Where layers that scan have put its rows (``scanned_rows.py``)."""
         self._run_padded: Callable[[], Any] | None = run_padded
         self._enter_mode = note_mode(device)
         self._step = removal.get_step()

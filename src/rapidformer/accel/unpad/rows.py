@@ -62,8 +62,6 @@ class Rows:
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
     origin: MaskOrigin | None = field(default=None, compare=False)
     """Set if code of the user's own may use other masks (``origin.py``)."""
-    packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
-    """Arguments of blocks by their ids, as they are and packed."""
 
     @staticmethod
     def read(real: Mask, device: torch.device | None = None, *, rounds_up: bool = False) -> Rows:
@@ -152,7 +150,7 @@ class Rows:
 
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
         """The same rows with these ``tensors``, which may be overwritten in place."""
-        fixed = replace(self, places=places, columns=columns, is_fixed=True, packed={})
+        fixed = replace(self, places=places, columns=columns, is_fixed=True)
         vars(fixed).update(ends=ends, bound=self.bound)
         return fixed
 
@@ -170,6 +168,14 @@ class Rows:
         if self.is_filled:  # others compute these from their lengths
             vars(moved).update(bound=self.bound, ends=send(self.ends, device))
         return moved
+
+    @cached_property
+    def packed(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Arguments of blocks by their ids, as they are and packed.
+
+        Not a field: a compiler looks into those of a frozen object, and ids never come back.
+        """
+        return {}
 
     @cached_property
     def longest(self) -> int:

@@ -23,7 +23,6 @@ from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.accel.split.absent import AbsentWeight
 from rapidformer.compat.patches import Entry, Patch
 from rapidformer.compat.torch_dispatch import TorchDispatchMode
-from rapidformer.compat.torch_modules import get_buffer_table
 from rapidformer.compat.torch_tensors import count_changes
 from rapidformer.dist.whole import get_shard
 from rapidformer.errors import ModelError
@@ -126,18 +125,17 @@ def keep_state(model: nn.Module) -> Iterator[None]:
     """Afterwards, all that forward passes have changed in modules is as before, such as counts."""
     with ExitStack() as restoring:
         for module in model.modules():
-            is_own = not is_library(get_own_class(module))
             for tensor in _list_kept(module):
                 if _is_writable(tensor):
                     restoring.callback(_restore_values, tensor, tensor.clone())
-            tables = [vars(module), get_buffer_table(module)]
-            if is_own:
-                tables += [value for value in vars(module).values() if type(value) is dict]
+            # Its parts as well: BigBird's layers get another attention for short rows.
+            tables = [value for value in vars(module).values() if type(value) is dict]
+            for table in (vars(module), *tables):
+                restoring.callback(_restore_table, table, dict(table))
+            if not is_library(get_own_class(module)):
                 lists = [value for value in vars(module).values() if type(value) in (list, set)]
                 for held in lists:
                     restoring.callback(_restore_items, held, held.copy())
-            for table in tables:
-                restoring.callback(_restore_table, table, dict(table))
         yield
 
 

@@ -30,6 +30,7 @@ from rapidformer.accel.unpad.promises import find_promise
 from rapidformer.accel.unpad.proof import find_difference, run_whole
 from rapidformer.accel.unpad.row_attention import compile_with_dropout
 from rapidformer.accel.unpad.rows import Rows, Sides
+from rapidformer.accel.unpad.scanned_rows import find_scanning
 from rapidformer.accel.unpad.sides import (
     extend_sides,
     find_biased,
@@ -126,14 +127,17 @@ def apply_unpadding(
     stacks = group_by_stack(plan) if pipeline is None else pipeline.stacks
     parts = [(plan, run_whole)] if pipeline is None else pipeline.list_alone(model)
     has_all_tokens = pipeline is None and sharing is None and not splits_tokens
-    ways = _list_ways(model, plan, may_pad=has_all_tokens and not is_compiled)
+    is_by_call = has_all_tokens and _may_know_call(model, plan)
+    scans = is_by_call and any(map(find_scanning, plan.get_blocks(model)))
+    ways = _list_ways(model, plan, may_pad=is_by_call and not is_compiled)
+    ways = ways or [False] * scans
     if not ways:
         return f"{type(model).__name__} needs sdpa attention to run without padding here"
     code = BlockCode(model, plan.blocks)
     if code.problem is not None and pipeline is None:  # it may not even be tried without effects
         return f"{type(model).__name__} may give other results later: its blocks {code.problem}"
     for pads_attention in ways:
-        restore = _extend_parts(model, stacks, pads_attention=pads_attention)
+        restore = _extend_parts(model, stacks, pads_attention=pads_attention, scans=scans)
         trial = Removal(is_trial=True)
         unpadded = functools.partial(_call_unpadded, model, trial, rounds_up=is_compiled)
         find = functools.partial(
@@ -153,7 +157,7 @@ def apply_unpadding(
     code.note()
     removal = Removal(
         help_of_others=help_of_others, rounds_up=is_compiled, pads_attention=pads_attention,
-        only_in_graphs=only_in_graphs,
+        is_by_call=pads_attention or scans, only_in_graphs=only_in_graphs,
     )  # fmt: skip
     put_fact(model, removal)
     _extend_model(model, plan, removal, code, packs=packs)
@@ -165,12 +169,19 @@ def _list_ways(model: nn.Module, plan: ModelPlan, *, may_pad: bool) -> list[bool
     if disentangled.is_applied(model):
         return [False]
     has_sdpa = any(get_attention(part) in _UNPADDED for part in find_configs(model))
-    blocks = plan.get_blocks(model)
-    # Which rows a block has is not among its arguments then, so it must not be run again later.
-    is_repeated = any("recompute" in list_layers(block) for block in blocks)
-    is_known = runs_in_library_code(model, plan.blocks[0]) and all(map(find_attention, blocks))
-    may_pad = may_pad and is_known and not is_repeated and not is_encoder_decoder(model)
+    may_pad = may_pad and all(map(find_attention, plan.get_blocks(model)))
     return [False] * has_sdpa + [True] * may_pad
+
+
+def _may_know_call(model: nn.Module, plan: ModelPlan) -> bool:
+    """Whether blocks may get their rows from the call of the model, and not by their arguments.
+
+    Nothing runs them again later, or in another order than the model's own.
+    """
+    blocks = plan.get_blocks(model)
+    is_repeated = any("recompute" in list_layers(block) for block in blocks)
+    is_known = runs_in_library_code(model, plan.blocks[0])
+    return is_known and not is_repeated and not is_encoder_decoder(model)
 
 
 def _find_difference(
@@ -198,14 +209,14 @@ def _find_difference(
 
 
 def _extend_parts(
-    model: nn.Module, stacks: Sequence[Sequence[str]], *, pads_attention: bool
+    model: nn.Module, stacks: Sequence[Sequence[str]], *, pads_attention: bool, scans: bool
 ) -> Callable[[], None]:
     """Let attention, blocks and stacks run unpadded when asked to; returns how to undo it."""
     chosen = [(config, get_attention(config)) for config in find_configs(model)]
     configs = [(config, name) for config, name in chosen if name in _UNPADDED]
     for config, name in configs if not pads_attention else ():
         set_attention(config, _UNPADDED[name])
-    restore_blocks = extend_blocks(model, stacks, pads_attention=pads_attention)
+    restore_blocks = extend_blocks(model, stacks, pads_attention=pads_attention, scans=scans)
     sides = find_stacks(model) if is_encoder_decoder(model) else None
     extended = extend_inner_models(model) if sides is None else extend_sides(model, *sides)
 
@@ -240,7 +251,7 @@ def _extend_model(
             removal.is_missed |= is_staged
             return False
         is_on = removal.is_on or is_by_position
-        return is_on and (not removal.pads_attention or _can_pad_attention(model))
+        return is_on and (not removal.is_by_call or _is_called_once(model))
 
     def build(cls: Any) -> dict[str, Any]:
         @functools.wraps(cls.forward)  # trainers read the signature to choose a batch's columns
@@ -289,7 +300,7 @@ def call_without_padding(
     return _release(output)
 
 
-def _can_pad_attention(model: nn.Module) -> bool:
+def _is_called_once(model: nn.Module) -> bool:
     """Whether no block is run again in the backward pass; predictions may be replayed as graphs."""
     is_repeated = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     return torch.is_grad_enabled() and not is_repeated

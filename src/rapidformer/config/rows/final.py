@@ -141,12 +141,6 @@ FINAL = register(
         precisions=("bf16", "fp16"), exact="up to rounding",
         gain="Wav2Vec2's positions on an H200, 16 recordings of 10 s: 2.2 instead of 15.1 ms",
     ),
-    Switch(
-        "scans", "layers without attention scan their tokens by products of chunks",
-        kind="always", module="scans.modules", moment="final", exact="up to rounding",
-        gain="Falcon-H1's layer on an H200, 8 rows of 1,000 tokens: 4.8 ms and 0.9 GiB instead of "
-        "172 ms and 49 GiB",
-    ),
     # Its gates go outside everything applied so far.
     Switch(
         "stage gates", "a block of another pipeline stage passes on what it gets",

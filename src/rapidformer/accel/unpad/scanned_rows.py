@@ -1,0 +1,86 @@
+"""Layers that scan their tokens (Mamba-2, Qwen3.5): rows lie in one sequence, each in chunks of its own.
+
+A new row takes over no state (``scans/chunks.py``). Between rows are zeros, as many as the layer's
+convolution looks back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rapidformer.accel.scans.chunks import NEW_ROWS, SIZE
+from rapidformer.accel.unpad.calls import get_call
+from rapidformer.accel.unpad.kernels import inside
+from rapidformer.accel.unpad.rows import Layout, Rows
+from rapidformer.overlay import list_layers
+
+Chunked = tuple[Layout, Tensor]
+"""Where tokens stand, and which chunks begin a row."""
+
+
+def find_scanning(block: nn.Module) -> list[nn.Module]:
+    """The modules of a block that scan tokens by our products."""
+    return [module for module in block.modules() if "scans" in list_layers(module)]
+
+
+def suits(layer: nn.Module, rows: Rows) -> bool:
+    """Whether zeros between rows stay zeros up to the convolution."""
+    linear = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    has_biases = any(module.bias is not None for module in linear)
+    return bool(_count_zeros(layer)) and not has_biases and rows.is_contiguous
+
+
+def run_scanning(
+    layer: nn.Module, run: Callable[..., Any], rows: Rows, args: Any, kwargs: dict[str, Any]
+) -> Tensor:
+    """The layer's output for tokens without padding."""
+    layout, begins = _find_chunks(rows, _count_zeros(layer))
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not rows.is_packed(value):
+            return value
+        return layout.pad(value) if value.is_floating_point() else None  # a mask has no more to say
+
+    named = {name: place(value) for name, value in kwargs.items()}
+    with inside(NEW_ROWS, begins):
+        output = run(*map(place, args), **named)
+    return layout.take(output.flatten(0, 1))
+
+
+def _count_zeros(layer: nn.Module) -> int:
+    """How many tokens back a layer's convolutions look."""
+    convolutions = [module for module in layer.modules() if isinstance(module, nn.Conv1d)]
+    return max((int(module.kernel_size[0]) - 1 for module in convolutions), default=0)
+
+
+def _find_chunks(rows: Rows, zeros: int) -> Chunked:
+    """The chunks of all rows: found once for all layers of a call, on the device."""
+    call = get_call()
+    if call is None:
+        return _build_chunks(rows, zeros)
+    key = id(rows), zeros
+    if key not in call.chunks:
+        call.chunks[key] = _build_chunks(rows, zeros)
+    chunked: Chunked = call.chunks[key]
+    return chunked
+
+
+def _build_chunks(rows: Rows, zeros: int) -> Chunked:
+    # Of rows in a graph, only the number of tokens and a bound of their lengths are fixed.
+    tokens, most = len(rows.places), rows.shape[0] - (-len(rows.places) // rows.bound)
+    size = -(-(tokens + most * (zeros + SIZE - 1)) // SIZE) * SIZE
+    if not rows.is_filled:
+        size = sum(-(-(length + zeros) // SIZE) * SIZE for length in rows.lengths if length)
+    ends = rows.ends.long()
+    lengths = ends.diff()
+    sizes = torch.where(lengths > 0, (lengths + zeros + SIZE - 1) // SIZE * SIZE, 0)
+    starts = sizes.cumsum(0) - sizes
+    numbers = torch.arange(tokens, device=ends.device)
+    row = torch.searchsorted(ends[1:], numbers, right=True)
+    begins = torch.zeros(size // SIZE + 1, dtype=torch.bool, device=ends.device)
+    begins = begins.index_fill(0, starts.clamp(max=size) // SIZE, True)[:-1]
+    return Layout(rows, starts[row] + numbers - ends[row], (1, size), rows.extra), begins
