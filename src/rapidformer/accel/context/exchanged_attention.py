@@ -9,6 +9,7 @@ graph here: the exchanges would be recompiled for every length.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -43,6 +44,7 @@ def apply_context_attention(
     model: nn.Module, blocks: list[nn.Module], region: ContextRegion
 ) -> None:
     """Route the attention of the blocks through our name in Hugging Face's interface."""
+    separate_configs(model)
     for block in blocks:
         for module in block.modules():
             put_fact(module, region)
@@ -50,6 +52,19 @@ def apply_context_attention(
         name = get_attention(config)
         if name in KNOWN:
             set_attention(config, PREFIX + name)
+
+
+def separate_configs(model: nn.Module) -> None:
+    """Copy a configuration in which another composed model of this process chooses attention."""
+    if not any(get_attention(config).startswith("rapidformer_") for config in find_configs(model)):
+        return
+    copied: dict[int, Any] = {}
+    for module in model.modules():
+        if "config" in vars(module):
+            vars(module)["config"] = copy.deepcopy(module.config, copied)
+    for config in find_configs(model):
+        name = get_attention(config).removeprefix(PREFIX)
+        set_attention(config, "sdpa" if name == UNPADDED else name)
 
 
 def find_configs(model: nn.Module) -> list[Any]:
