@@ -33,7 +33,7 @@ from rapidformer.compat.transformers_models import (
 )
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import TrainingError
-from rapidformer.overlay import find_fact, put_fact
+from rapidformer.overlay import find_fact, list_layers, put_fact
 
 PREFIX = "rapidformer_context_"
 KNOWN = ("sdpa", "eager")
@@ -56,7 +56,8 @@ def apply_context_attention(
 
 def separate_configs(model: nn.Module) -> None:
     """Copy a configuration in which another composed model of this process chooses attention."""
-    if not any(get_attention(config).startswith("rapidformer_") for config in find_configs(model)):
+    is_ours = any(get_attention(part).startswith("rapidformer_") for part in find_configs(model))
+    if not is_ours or "unpad" in list_layers(model):  # a copy of a composed model has its own
         return
     copied: dict[int, Any] = {}
     for module in model.modules():
