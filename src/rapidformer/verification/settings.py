@@ -227,10 +227,10 @@ def _reduce_model(args: Settings, *, is_narrow: bool) -> Settings:
 
 def _count_first_layers(config: Any) -> int:
     """The fewest layers from the first one on with each kind that the configuration names."""
-    from rapidformer.models.towers import get_shared, get_text_config
+    from rapidformer.models.towers import get_shared, get_text_config, list_layer_kinds
 
-    names = ("layer_types", "layers_block_type", "mlp_layer_types")
-    lists = [list(get_shared(get_text_config(config), name) or []) for name in names]
+    networks = get_shared(get_text_config(config), "mlp_layer_types")
+    lists = [list_layer_kinds(config), list(networks or [])]
     return max((1 + kinds.index(kind) for kinds in lists for kind in kinds), default=1)
 
 
