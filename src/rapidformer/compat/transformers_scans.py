@@ -36,9 +36,19 @@ _KNOWN = {
 
 def list_scans(forward: Any) -> list[str]:
     """The scans that a layer's ``forward`` calls, and that no package has a kernel for."""
-    function = _unwrap(forward)
-    names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    names = _list_names(forward)
     return [name for name in SCANS if name in names and not find_spec(_PACKAGES[name])]
+
+
+def has_fused_output(forward: Any) -> bool:
+    """Whether a kernel of a package reads the weight of a layer's ``out_proj``: nobody calls it."""
+    is_fused = any(name.endswith("split_conv1d_scan_combined") for name in _list_names(forward))
+    return is_fused and find_spec(_PACKAGES[_STATE_SPACE]) is not None
+
+
+def _list_names(forward: Any) -> tuple[str, ...]:
+    function = _unwrap(forward)
+    return function.__code__.co_names if isinstance(function, FunctionType) else ()
 
 
 def find_unknown_scan(forward: Any) -> str | None:
