@@ -18,7 +18,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
-    GPT2LMHeadModel,
 )
 
 from rapidformer import Finetuner, RapidformerEngine
@@ -131,30 +130,6 @@ class Note:
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
         self.shapes.append(tuple(hidden.shape[:2]))
-
-
-@pytest.mark.parametrize("closed", [0, 1])
-def test_two_models_of_one_configuration(closed: int) -> None:
-    """Such as a teacher and its student. Each has its own attention, whichever closes first."""
-    config = AutoConfig.for_model("gpt2", **SMALL)
-    models = [GPT2LMHeadModel(config).eval() for _ in range(2)]
-    batch = make_batch(None)
-    expected = [run(model, batch) for model in models]
-    engines = [RapidformerEngine(args={"dynamic_shape": "on"}) for _ in models]
-    for engine, model in zip(engines, models, strict=True):
-        engine.compose(model, torch.optim.SGD(model.parameters(), 0.1))
-    for still_open in (models, [models[1 - closed]]):
-        for model in still_open:
-            shapes: list[Any] = []
-            hook = model.transformer.h[0].register_forward_hook(Note(shapes))
-            for name, value in run(model, batch).items():
-                torch.testing.assert_close(value, expected[models.index(model)][name])
-            assert shapes == [(1, 21)]
-            hook.remove()
-        engines[closed].close()
-    engines[1 - closed].close()
-    assert all(model.config is config for model in models)
-    assert config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(("kind", "passes"), [("llama", 0), ("opt", 2)])

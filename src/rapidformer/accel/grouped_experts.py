@@ -29,8 +29,8 @@ from rapidformer.compat.transformers_models import (
 )
 from rapidformer.overlay import extend, get_own_class
 
-_NAME = "rapidformer_grouped"
-EXPERTS = Patch(lambda: [Entry(get_expert_table(), _NAME, lambda _: compute_experts)])
+NAME = "rapidformer_grouped"
+EXPERTS = Patch(lambda: [Entry(get_expert_table(), NAME, lambda _: compute_experts)])
 """Inside, transformers' interface has our implementation."""
 
 
@@ -53,7 +53,7 @@ def apply_grouped_experts(
     if configs:
         EXPERTS.keep(applied)
     for config in configs:
-        set_experts(config, _NAME)
+        set_experts(config, NAME)
     return len(configs)
 
 

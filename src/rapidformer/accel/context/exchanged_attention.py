@@ -9,7 +9,6 @@ graph here: the exchanges would be recompiled for every length.
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from rapidformer.compat.transformers_models import (
 )
 from rapidformer.dist.context_region import ContextRegion
 from rapidformer.errors import TrainingError
-from rapidformer.overlay import find_fact, list_layers, put_fact
+from rapidformer.overlay import find_fact, put_fact
 
 PREFIX = "rapidformer_context_"
 KNOWN = ("sdpa", "eager")
@@ -44,7 +43,6 @@ def apply_context_attention(
     model: nn.Module, blocks: list[nn.Module], region: ContextRegion
 ) -> None:
     """Route the attention of the blocks through our name in Hugging Face's interface."""
-    separate_configs(model)
     for block in blocks:
         for module in block.modules():
             put_fact(module, region)
@@ -52,20 +50,6 @@ def apply_context_attention(
         name = get_attention(config)
         if name in KNOWN:
             set_attention(config, PREFIX + name)
-
-
-def separate_configs(model: nn.Module) -> None:
-    """Copy a configuration in which another composed model of this process chooses attention."""
-    is_ours = any(get_attention(part).startswith("rapidformer_") for part in find_configs(model))
-    if not is_ours or "unpad" in list_layers(model):  # a copy of a composed model has its own
-        return
-    copied: dict[int, Any] = {}
-    for module in model.modules():
-        if "config" in vars(module):
-            vars(module)["config"] = copy.deepcopy(module.config, copied)
-    for config in find_configs(model):
-        name = get_attention(config).removeprefix(PREFIX)
-        set_attention(config, "sdpa" if name == UNPADDED else name)
 
 
 def find_configs(model: nn.Module) -> list[Any]:

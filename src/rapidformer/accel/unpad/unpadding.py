@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly, Enter, Stages
 from rapidformer.accel.attention import disentangled
-from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs, separate_configs
+from rapidformer.accel.context.exchanged_attention import PREFIX, find_configs
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.unpad import batches, tokenwise
 from rapidformer.accel.unpad.block_code import BlockCode
@@ -121,8 +121,6 @@ def apply_unpadding(
     problem = find_problem(model, plan)
     if problem is not None:
         return problem
-    if sharing is None:
-        separate_configs(model)
     register()
     WATCHING.keep(applied)
     stacks = group_by_stack(plan) if pipeline is None else pipeline.stacks
