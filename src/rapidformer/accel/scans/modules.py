@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.scans.delta_rule import apply_delta_rule
 from rapidformer.accel.scans.state_space import scan_states
-from rapidformer.compat.patches import Patch
+from rapidformer.compat.patches import Needed, Patch
 from rapidformer.compat.transformers_scans import (
     SCANS,
     add_scans,
@@ -28,15 +27,8 @@ _OURS: dict[str, Callable[..., Any]] = dict(
 )
 
 
-class _Names:
-    """A layer, or a copy that outlives its engine, calls scans by names added to their file."""
-
-    def __init__(self, added: Patch) -> None:
-        added.acquire()
-        weakref.finalize(self, added.release).atexit = False
-
-    def __deepcopy__(self, memo: Any) -> _Names:
-        return self
+class _Names(Needed):
+    """A layer calls scans by names added to their file."""
 
 
 def apply(assembly: Assembly) -> str | None:
