@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.collectives import broadcast_object
 from rapidformer.engine import RapidformerEngine
 from rapidformer.training.callbacks import Control
+from rapidformer.training.run_folder import LAST
 from rapidformer.training.timetable import OPEN_END, Timetable
 
 
@@ -61,6 +63,19 @@ class Course:
     @property
     def is_over(self) -> bool:
         return self.is_complete or self.has_passed
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a restored run has done all of its updates and written the final model."""
+        source = self._engine.checkpoints.resumed_from
+        if not self.is_over:
+            return False
+        if self._engine.args.save is None or source is None:
+            return True
+        last = Path(self._engine.args.save) / LAST
+        # A run may have died after its last checkpoint. An older one is an earlier, shorter run's.
+        is_newer = last.is_dir() and last.stat().st_mtime >= source.stat().st_mtime
+        return bool(broadcast_object(is_newer))
 
     @property
     def attempts_left(self) -> int | None:

@@ -117,19 +117,6 @@ class TrainingLoop:
     def say(self, message: str) -> None:
         self.reporter.say(message)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether a restored run has done all of its updates and written the final model."""
-        source = self.engine.checkpoints.resumed_from
-        if not self.course.is_over:
-            return False
-        if self.args.save is None or source is None:
-            return True
-        last = Path(self.args.save) / LAST
-        # A run may have died after its last checkpoint. An older one is an earlier, shorter run's.
-        is_newer = last.is_dir() and last.stat().st_mtime >= source.stat().st_mtime
-        return bool(broadcast_object(is_newer))
-
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
         self.engine.model.parallelized.model.train()
