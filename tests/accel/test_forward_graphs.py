@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -57,6 +58,19 @@ def test_the_same_logits_without_padding() -> None:
     assert "hooks on 0" in str(graphs.problem)
     graphs.close()
     assert all(get_compiled_call(block) is None for block in blocks)
+
+
+@torch.no_grad()
+def test_what_blocks_have_read_is_let_go_of_after_the_last_one() -> None:
+    """Otherwise, the hidden states of all blocks would last until the next evaluation."""
+    model, seen = make_bert(0.1).eval(), []
+    ids = torch.randint(5, 60, (4, 20))
+    model.bert.embeddings.register_forward_hook(lambda *each: seen.append(weakref.ref(each[-1])))
+    graphs = build(model, capture := Again())
+    for passes in range(1, 4):
+        model(input_ids=ids)
+        assert len(seen) == passes and not any(hidden() is not None for hidden in seen)
+    assert graphs.problem is None and capture.recorded == 1
 
 
 @torch.no_grad()

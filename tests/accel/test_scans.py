@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from types import FunctionType
@@ -236,6 +237,27 @@ def test_a_closed_model_is_the_plain_one_and_generates_the_same() -> None:
     assert composed.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
     engine.close()
     assert look(model) == before
+
+
+def list_names() -> set[str]:
+    gc.collect()
+    return {name for name in vars(modeling_mamba2) if name.endswith("_of_rapidformer")}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_names_stay_in_a_file_while_a_layer_calls_them(first: int) -> None:
+    """Layers of two engines, closed in either order, and of a copy that is used afterwards."""
+    assert not list_names()
+    opened = [compose(build("Mamba2")) for _ in range(2)]
+    twin, ids = copy.deepcopy(opened[0][1]), build_batch()["input_ids"]
+    assert list_names()
+    opened[first][0].close()
+    expected = opened[1 - first][1](input_ids=ids).logits
+    opened[1 - first][0].close()
+    assert twin(input_ids=ids).logits.equal(expected)
+    assert list_names()
+    del twin
+    assert not list_names()
 
 
 def test_kernels_of_a_package_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

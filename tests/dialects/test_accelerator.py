@@ -6,6 +6,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +70,32 @@ def test_accumulating_by_hand_is_a_plain_loop_to_the_bit(steps: int) -> None:
 
 def _train_by_hand_with(arguments: dict[str, Any]) -> Any:
     return train_by_hand(Accelerator(cpu=True, **arguments), 3, batch_size=2)
+
+
+def _train_without_sync() -> Any:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = accelerator.prepare(*make_parts(batch_size=2))
+    for step, (inputs, targets) in enumerate(loader):
+        is_last = step % 3 == 2
+        with nullcontext() if is_last else model.no_sync():
+            accelerator.backward(cross_entropy(model(inputs), targets) / 3)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+    return get_weights(model), hasattr(model, "no_sync")
+
+
+def test_a_prepared_model_has_no_sync_on_two_processes() -> None:
+    model, optimizer, loader = make_parts()
+    for step, (inputs, targets) in enumerate(loader):
+        (cross_entropy(model(inputs), targets) / 3).backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    for weights, has_no_sync in run_in_kept_processes(_train_without_sync, 2):
+        assert weights == pytest.approx(get_weights(model), abs=1e-6)
+        assert not has_no_sync
 
 
 @pytest.mark.parametrize("stage", [None, 2, 3])

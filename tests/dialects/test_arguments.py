@@ -198,6 +198,11 @@ def test_all_problems_at_once() -> None:
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "looks at metrics: set eval_strategy"),
         ({"accelerator_config": {"split": True}}, "accelerator_config: 'split' is not one of"),
         ({"accelerator_config": AcceleratorConfig}, "accelerator_config=.* cannot be read"),
+        ({"accelerator_config": "nowhere.json"}, "_config=.nowhere.json. cannot be read"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"steps": 4}}},
+            "'steps' in gradient_accumulation_kwargs is not one of num_steps, adjust_scheduler",
+        ),
         (
             {
                 "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}},
@@ -232,6 +237,14 @@ def test_accumulation_may_be_said_in_the_accelerators_configuration(kind: Any) -
     arguments = TrainingArguments("out", accelerator_config=config)
     assert arguments.gradient_accumulation_steps == 10
     assert build_settings(arguments).gradient_accumulation_steps == 10
+
+
+def test_the_accelerators_configuration_may_be_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "accelerator.json"
+    path.write_text('{"gradient_accumulation_kwargs": {"num_steps": 3}, "even_batches": false}')
+    arguments: Any = TrainingArguments("out", accelerator_config=str(path))
+    assert arguments.accelerator_config.even_batches is False
+    assert build_settings(arguments).gradient_accumulation_steps == 3
 
 
 def test_the_accelerators_configuration_is_there_to_be_changed(tmp_path: Path) -> None:

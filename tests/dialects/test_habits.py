@@ -390,6 +390,20 @@ def test_a_stream_that_has_a_length_decides_the_schedule(tmp_path: Path) -> None
     assert [line["epoch"] for line in lines] == pytest.approx([n / 3 for n in range(1, 7)])
 
 
+def test_a_stream_may_say_by_an_error_that_it_has_no_length(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from make_rows(10)
+
+        def __len__(self) -> int:
+            raise TypeError("a stream")
+
+    trainer = make_trainer(tmp_path, train_dataset=Stream(), eval_dataset=Stream(), max_steps=5)
+    trainer.train()
+    assert trainer.state.global_step == 5
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 def test_an_epoch_is_whole_without_the_rows_that_it_drops(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path, train_dataset=make_rows(7), eval_dataset=make_rows(4), num_train_epochs=3,

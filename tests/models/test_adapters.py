@@ -11,9 +11,17 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from rapidformer import RapidformerEngine
+from rapidformer.compat import transformers_scans
 from rapidformer.errors import CheckpointError, ModelError
 from rapidformer.models.adapter_config import to_text
 from rapidformer.models.adapter_folder import load_adapter
@@ -123,6 +131,29 @@ def test_layers_that_peft_refuses_are_not_adapted() -> None:
     engine, _ = compose(FalconH1ForCausalLM(config), lora_rank=2)
     described = engine.model.adapter.describe()
     assert "in_proj" in described and "out_proj" not in described
+
+
+def build_bamba() -> BambaForCausalLM:
+    config = BambaConfig(
+        vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, mamba_n_heads=4, mamba_d_state=8,
+        attn_layer_indices=[1],
+    )  # fmt: skip
+    return BambaForCausalLM(config)
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_layers_that_a_kernel_of_mamba_never_calls_are_not_adapted(
+    is_installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft refuses them in some models only; without the kernel, they are called."""
+    monkeypatch.setattr(transformers_scans, "find_spec", lambda name: is_installed or None)
+    engine, _ = compose(build_bamba(), lora_rank=2)
+    described = engine.model.adapter.describe()
+    assert "in_proj" in described and ("out_proj" in described) is not is_installed
+    if is_installed:
+        with pytest.raises(ModelError, match=r"out_proj would never be trained: BambaMixer does"):
+            compose(build_bamba(), lora_rank=2, lora_target_modules=["out_proj"])
 
 
 @pytest.mark.usefixtures("_fast_path")

@@ -8,14 +8,19 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForTokenClassification,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    JambaConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3_5TextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -81,6 +86,27 @@ def test_blocks_may_have_heads_of_different_sizes() -> None:
         layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
     assert count_work(Gemma4ForCausalLM(config)).per_pair == 12 * 4 * (8 + 16)
+
+
+def test_only_layers_with_attention_have_pairs_of_tokens() -> None:
+    """The others, of a hybrid model, scan or convolve."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    for config in (
+        Qwen3_5TextConfig(**SIZES, **kinds, head_dim=8),
+        JambaConfig(**SIZES, attn_layer_period=2, attn_layer_offset=1),
+    ):
+        with torch.device("meta"):
+            work = count_work(AutoModelForCausalLM.from_config(config))
+        assert work.per_pair == 12 * 1 * 4 * 8
+
+
+def test_a_window_of_some_layers_limits_those() -> None:
+    config = GptOssConfig(**SIZES, head_dim=8, sliding_window=3)
+    with torch.device("meta"):
+        work = count_work(GptOssForCausalLM(config))
+    tokens = ROWS * LENGTH
+    pairs = work.count(tokens=tokens, targets=0, rows=ROWS) - work.per_token * tokens
+    assert pairs == pytest.approx(12 * 4 * 8 * tokens * (3 + LENGTH) / 2)
 
 
 def test_an_encoder_decoder_counts_sources_and_targets() -> None:

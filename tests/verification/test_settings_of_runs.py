@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from transformers import GraniteMoeHybridConfig, LlamaConfig
+from transformers import GraniteMoeHybridConfig, JambaConfig, LlamaConfig
 
+from rapidformer.cli import verify
 from rapidformer.cli.verify import DIFFERS, _Verification
 from rapidformer.config import parse_arguments
 from rapidformer.config.derive import resolve
@@ -16,6 +19,7 @@ from rapidformer.verification.causes import find_causes
 from rapidformer.verification.compare import find_first_block
 from rapidformer.verification.settings import (
     Job,
+    can_narrow,
     change_settings,
     count_processes,
     list_switches,
@@ -128,10 +132,17 @@ def test_round_off_of_other_micro_batches_is_not_blamed_on_the_loss() -> None:
         assert verification._status == status
 
 
+JOB = Job(
+    folder="/nowhere", kind="switched", updates=1, processes=1, global_batch_size=4,
+    micro_batch_size=4,
+)  # fmt: skip
+SIZES = {"vocab_size": 50, "hidden_size": 64, "num_attention_heads": 4}
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt", "granite"])
 def test_models_are_narrowed_if_that_leaves_one_that_runs(kind: str, tmp_path: Path) -> None:
     """The states of a Mamba layer have a width of their own, which must fit the model's."""
-    sizes = {"vocab_size": 50, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4}
+    sizes = {**SIZES, "num_hidden_layers": 6}
     if kind == "llama":
         LlamaConfig(**sizes, intermediate_size=48).save_pretrained(tmp_path)
     elif kind == "gpt":  # AutoModel has no class for it
@@ -142,10 +153,42 @@ def test_models_are_narrowed_if_that_leaves_one_that_runs(kind: str, tmp_path: P
             mamba_d_state=8, layer_types=["mamba", "attention"] * 3,
         ).save_pretrained(tmp_path)  # fmt: skip
     flags = f"--task causal_lm --pretrained-model-name-or-path {tmp_path} --checkpoint-activations"
-    job = Job(
-        folder="/nowhere", kind="switched", updates=1, processes=1, global_batch_size=4,
-        micro_batch_size=4,
-    )  # fmt: skip
-    changed = change_settings(parse_arguments(flags.split()), job)
+    args = parse_arguments(flags.split())
+    job = replace(JOB, is_narrow=can_narrow(args, JOB))
+    changed = change_settings(args, job)
     assert (changed.from_scratch, changed.num_layers) == (True, 2)
     assert changed.hidden_size == (None if kind == "granite" else 32)
+
+
+def test_a_job_tells_its_processes_whether_to_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not try it again: that takes seconds with a large vocabulary."""
+    verification = _Verification([], parse_arguments([]), SimpleNamespace(
+        full_size=False, verify_steps=1
+    ), 1, Path())  # fmt: skip
+    tried, jobs = [], []
+    monkeypatch.setattr(verify, "can_narrow", lambda args, job: bool(tried.append(job)))
+    monkeypatch.setattr(verify, "start_run", lambda *_, job, **__: jobs.append(job))
+    monkeypatch.setattr(Trace, "load", lambda path: Trace())
+    for kind in ("switched", "whole"):
+        verification._start(kind, "")
+    assert len(tried) == 1 and [job.is_narrow for job in jobs] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "layers"), [("granite", 1, 6), ("granite", 2, 8), ("jamba", 1, 6)]
+)
+def test_a_hybrid_keeps_a_layer_of_each_kind(
+    kind: str, stages: int, layers: int, tmp_path: Path
+) -> None:
+    """As many as reach the first attention layer, in each part of a pipeline as many."""
+    sizes = {**SIZES, "num_hidden_layers": 12}
+    if kind == "granite":
+        types = [*["mamba"] * 5, "attention"] * 2
+        GraniteMoeHybridConfig(**sizes, layer_types=types).save_pretrained(tmp_path)
+    else:
+        JambaConfig(**sizes, attn_layer_period=8, attn_layer_offset=4).save_pretrained(tmp_path)
+    flags = (
+        f"--task causal_lm --pretrained-model-name-or-path {tmp_path} "
+        f"--pipeline-model-parallel-size {stages}"
+    )
+    assert change_settings(parse_arguments(flags.split()), JOB).num_layers == layers

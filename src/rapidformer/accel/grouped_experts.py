@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rapidformer.accel.applied import Applied
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.context.exchanged_attention import find_configs
-from rapidformer.compat.patches import Entry, Patch
+from rapidformer.compat.patches import Entry, Needed, Patch
 from rapidformer.compat.transformers_models import (
     apply_expert_gate,
     get_expert_table,
@@ -27,10 +26,10 @@ from rapidformer.compat.transformers_models import (
     get_own_name,
     set_experts,
 )
-from rapidformer.overlay import extend, get_own_class
+from rapidformer.overlay import extend, get_own_class, put_fact
 
-_NAME = "rapidformer_grouped"
-EXPERTS = Patch(lambda: [Entry(get_expert_table(), _NAME, lambda _: compute_experts)])
+NAME = "rapidformer_grouped"
+_EXPERTS = Patch(lambda: [Entry(get_expert_table(), NAME, lambda _: compute_experts)])
 """Inside, transformers' interface has our implementation."""
 
 
@@ -38,22 +37,27 @@ def apply(assembly: Assembly) -> str | None:
     """Compute experts here if they would be in fp32, or compiled in pieces."""
     if not _has_product(assembly.device):
         return None
-    count = apply_grouped_experts(assembly.model, assembly.device, assembly.applied)
+    count = apply_grouped_experts(assembly.model, assembly.device)
     count += extend_own_experts(assembly.model)
     return "in 16 bits, and compiled as one graph" if count else None
 
 
-def apply_grouped_experts(
-    model: nn.Module, device: torch.device, applied: Applied | None = None
-) -> int:
+class _Experts(Needed):
+    """A module's configuration has chosen our implementation."""
+
+
+def apply_grouped_experts(model: nn.Module, device: torch.device) -> int:
     """Let transformers' models compute experts here, unless the user chose an implementation."""
     if not _has_product(device):
         return 0
     configs = [config for config in find_configs(model) if get_experts(config) == "grouped_mm"]
-    if configs:
-        EXPERTS.keep(applied)
+    if not configs:
+        return 0
     for config in configs:
-        set_experts(config, _NAME)
+        set_experts(config, NAME)
+    chosen = _Experts(_EXPERTS)
+    for module in model.modules():
+        put_fact(module, chosen)
     return len(configs)
 
 

@@ -28,6 +28,7 @@ from rapidformer.accel.plain_weights import PlainWeights
 from rapidformer.accel.precision.precision import Precision
 from rapidformer.accel.sharding.gathered_weights import GatheredWeights
 from rapidformer.accel.sharding.zero import ShardedGradients
+from rapidformer.accel.shared_configs import separate_configs
 from rapidformer.accel.weights import (
     broadcast_weights,
     check_gradients,
@@ -152,6 +153,7 @@ def parallelize(
         check_gradients(model)
     try:
         write_plainly(model, assembly.applied)
+        separate_configs(model, assembly.applied)
         _apply_all(assembly)
     except BaseException:
         # Or it would take all ranks, of which some may have gone on.

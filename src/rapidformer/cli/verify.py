@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rapidformer.cli.own_flags import CommandParser, say
@@ -27,6 +27,7 @@ from rapidformer.verification.compare import Comparison, compare, describe_cause
 from rapidformer.verification.settings import (
     Job,
     Kind,
+    can_narrow,
     count_processes,
     has_own_count,
     list_left_out,
@@ -136,6 +137,7 @@ class _Verification(ChildRuns):
 
     _batch: int | None = None
     _micro_batch: int | None = None
+    _is_narrow: bool | None = None
     _notes: list[str] = field(default_factory=list)
     _comparison: Comparison = field(default_factory=lambda: Comparison(quantities={}))
     _verdict: str = "equal: these switches change nothing."
@@ -218,6 +220,9 @@ class _Verification(ChildRuns):
             global_batch_size=self._batch,
             micro_batch_size=self._micro_batch if is_cut or kind == "pieces" else self._batch,
         )  # fmt: skip
+        if self._is_narrow is None:
+            self._is_narrow = can_narrow(self.args, job)
+        job = replace(job, is_narrow=self._is_narrow)
         say(f"running  {description}")
         hint = "" if self.options.full_size else " --full-size keeps the sizes of the run."
         start_run(

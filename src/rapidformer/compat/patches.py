@@ -13,12 +13,12 @@ import logging
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from importlib.metadata import version
 from typing import Any, NamedTuple, Protocol, cast
-from weakref import WeakValueDictionary
 
 PRIVATE_NAMES: dict[str, str] = {}
 KNOWN = {"transformers": "5.17 to 5.22", "torch": "2.11 to 2.15"}
@@ -93,6 +93,17 @@ class Change(AbstractContextManager[None]):
             self._users -= 1
             if not self._users and self._undo is not None:
                 self._undo()
+
+
+class Needed:
+    """A fact on a module: it needs a change, and so does a copy that outlives its engine."""
+
+    def __init__(self, change: Change) -> None:
+        change.acquire()
+        weakref.finalize(self, change.release).atexit = False
+
+    def __deepcopy__(self, memo: Any) -> Needed:
+        return self
 
 
 class Patch(Change):
@@ -191,7 +202,7 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
-_places: WeakValueDictionary[tuple[int, str], _Place] = WeakValueDictionary()
+_places: weakref.WeakValueDictionary[tuple[int, str], _Place] = weakref.WeakValueDictionary()
 """By owner and name; those of which a patch knows."""
 _lock = threading.RLock()
 

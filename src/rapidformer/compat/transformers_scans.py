@@ -1,8 +1,8 @@
 """The functions by which transformers' layers scan tokens, where no package brings a kernel.
 
 A layer's ``forward`` calls them by their names in its file. It is copied, with its decorators, to
-call ours by names that are added there for good: no function of transformers is replaced, a
-compiler sees plain calls, and whatever else the file holds is looked up at each call as before.
+call ours by names that are added there while a layer needs them: no function of transformers is
+replaced, a compiler sees plain calls, and whatever else the file holds is looked up as before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rapidformer.compat.patches import describe_difference
+from rapidformer.compat.patches import Entry, Patch, describe_difference
 from rapidformer.compat.torch_dispatch import is_transformed
 
 PRIVATE_NAMES: dict[str, str] = {}
@@ -36,9 +36,19 @@ _KNOWN = {
 
 def list_scans(forward: Any) -> list[str]:
     """The scans that a layer's ``forward`` calls, and that no package has a kernel for."""
-    function = _unwrap(forward)
-    names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+    names = _list_names(forward)
     return [name for name in SCANS if name in names and not find_spec(_PACKAGES[name])]
+
+
+def has_fused_output(forward: Any) -> bool:
+    """Whether a kernel of a package reads the weight of a layer's ``out_proj``: nobody calls it."""
+    is_fused = any(name.endswith("split_conv1d_scan_combined") for name in _list_names(forward))
+    return is_fused and find_spec(_PACKAGES[_STATE_SPACE]) is not None
+
+
+def _list_names(forward: Any) -> tuple[str, ...]:
+    function = _unwrap(forward)
+    return function.__code__.co_names if isinstance(function, FunctionType) else ()
 
 
 def find_unknown_scan(forward: Any) -> str | None:
@@ -55,16 +65,13 @@ def find_unknown_scan(forward: Any) -> str | None:
     return None
 
 
-def copy_forward(forward: Any, scans: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """A layer's ``forward``, and its decorators, with these in place of scans that it calls."""
+def copy_forward(forward: Any, names: Mapping[str, str]) -> Callable[..., Any]:
+    """A layer's ``forward``, and its decorators, that calls scans by other names."""
     inner, code, closure = _find_inner(forward), forward.__code__, forward.__closure__
     if inner is not None:
-        copied = copy_forward(inner, scans)
+        copied = copy_forward(inner, names)
         closure = tuple(CellType(copied) if _holds(cell, inner) else cell for cell in closure)
     else:
-        values = forward.__globals__
-        names = {name: f"{name}_of_rapidformer" for name in scans}
-        values.update((ours, _build_choice(values, n, scans[n])) for n, ours in names.items())
         code = code.replace(co_names=tuple(names.get(name, name) for name in code.co_names))
     result = FunctionType(
         code, forward.__globals__, forward.__name__, forward.__defaults__, closure
@@ -73,8 +80,21 @@ def copy_forward(forward: Any, scans: Mapping[str, Callable[..., Any]]) -> Calla
     return functools.wraps(forward)(result)
 
 
+def add_scans(
+    forward: Any, names: Mapping[str, str], scans: Mapping[str, Callable[..., Any]]
+) -> Patch:
+    """Inside, the file of a layer's ``forward`` has scans of ours by these names."""
+    values = _unwrap(forward).__globals__
+    return Patch(
+        lambda: [
+            Entry(values, ours, functools.partial(_build_choice, values, name, scans[name]))
+            for name, ours in names.items()
+        ]
+    )
+
+
 def _build_choice(
-    values: dict[str, Any], name: str, ours: Callable[..., Any]
+    values: dict[str, Any], name: str, ours: Callable[..., Any], _: None
 ) -> Callable[..., Any]:
     """Our scan, unless transformers' own has been replaced since, or the call is transformed."""
     theirs = values[name]

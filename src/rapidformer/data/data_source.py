@@ -148,6 +148,14 @@ def open_source(
     return Rows(dataset)
 
 
+def find_length(dataset: Any) -> int | None:
+    """The number of its rows; a stream may say that it has none by a TypeError."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
 def is_stream(dataset: Any) -> bool:
     """Whether the data has no length, or must be read in order."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")

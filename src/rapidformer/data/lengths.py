@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rapidformer.data.data_source import find_length
 from rapidformer.data.mixture import FromSet
 from rapidformer.errors import DataError
 
 
 def measure_lengths(dataset: Any, column: str, flag: str = "--group-by-length") -> list[int]:
     """The length of every sample: a column of the data, or the number of its tokens."""
-    if not hasattr(dataset, "__len__"):
+    if find_length(dataset) is None:
         raise DataError(f"{flag} needs to know all lengths: a stream has no length.")
     names = getattr(dataset, "column_names", None) or []
     if column in names:

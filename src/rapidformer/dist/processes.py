@@ -70,8 +70,8 @@ def _count_before_on_host(rank: int) -> int:
     """How many lower ranks are on this machine; it waits for them alone, not for all."""
     store, host = get_default_store(), socket.gethostname()
     store.set(f"rapidformer/host/{rank}", host)
-    before = [store.get(f"rapidformer/host/{lower}").decode() for lower in range(rank)]
-    return before.count(host)
+    before = store.multi_get([f"rapidformer/host/{lower}" for lower in range(rank)])
+    return before.count(host.encode())
 
 
 def start_processes(*, device: str = "auto", timeout_minutes: float = 10.0) -> Processes:

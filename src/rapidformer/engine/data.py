@@ -18,6 +18,7 @@ from rapidformer.config import Settings
 from rapidformer.config.derive import get_batch_schedule
 from rapidformer.data.adopting import adopt_loader, get_rows_per_batch
 from rapidformer.data.collate import PadCollator
+from rapidformer.data.data_source import find_length
 from rapidformer.data.fetching import Collate
 from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader
@@ -81,7 +82,7 @@ class RunData:
         is_growing = is_training and not self.batches.is_constant
         budget = self.args.tokens_per_micro_batch if is_training else None
         lengths = None
-        if budget is not None and hasattr(dataset, "__len__"):
+        if budget is not None and find_length(dataset) is not None:
             lengths = measure_lengths(dataset, self.args.length_column, "--tokens-per-micro-batch")
         if is_training:
             get_observer().see_training_data(dataset, collate)

@@ -126,10 +126,12 @@ def list_uncalled(model: nn.Module) -> list[str]:
     """Layers whose weights are read by the module around them, so that an adapter never runs."""
     from torch import nn
 
+    from rapidformer.compat.transformers_scans import has_fused_output
+
     return [
         f"{name}.out_proj".removeprefix(".")
         for name, module in model.named_modules()
-        if type(module) is nn.MultiheadAttention
+        if type(module) is nn.MultiheadAttention or has_fused_output(type(module).forward)
     ]
 
 
@@ -138,10 +140,13 @@ def check_called(model: nn.Module, uncalled: Sequence[str]) -> None:
     modules = dict(model.named_modules())
     idle = [name for name in uncalled if hasattr(modules.get(name), "base_layer")]
     if idle:
+        around, leave = modules[idle[0].rpartition(".")[0]], "Leave it out of --lora-target-modules"
+        name = type(around).__name__
+        if name == "MultiheadAttention":
+            leave += f", or name the module around it: {idle[0].split('.')[-2:][0]}"
         raise ModelError(
-            f"an adapter of {idle[0]} would never be trained: nn.MultiheadAttention does not call "
-            "this layer, it only reads its weight. Leave it out of --lora-target-modules, or name "
-            f"the module around it: {idle[0].split('.')[-2:][0]}."
+            f"an adapter of {idle[0]} would never be trained: {name} does not call this layer, it "
+            f"only reads its weight. {leave}."
         )
 
 

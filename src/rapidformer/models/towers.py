@@ -70,6 +70,13 @@ def list_values(config: Any, name: str) -> list[Any]:
     return [value for value in values if value is not None]
 
 
+def list_layer_kinds(config: Any) -> list[str]:
+    """What each layer does along the tokens, in transformers' words; empty if it is not named."""
+    config = get_text_config(config)
+    names = ("layer_types", "layers_block_type")
+    return next((list(kinds) for name in names if (kinds := get_shared(config, name))), [])
+
+
 def choose_auto_class(name: str, config: Any) -> str:
     """The Auto class of the *whole* model: the one for text would leave its towers out."""
     is_whole = name != "AutoModelForCausalLM" or _find_class(config) is None

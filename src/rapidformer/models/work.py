@@ -6,6 +6,7 @@ nothing. Floating-point operations of a training step:
     6 x each weight of a matrix product x its tokens      4 x if the weight is frozen
     + 12 x layers x heads x head size x tokens x tokens per row      half of it if causal
 
+These are the layers with attention: what others do along the tokens is a few percent of their work.
 A tied table counts once, as the head. Of a mixture of experts, only the experts that a token uses
 count. Classification heads, norms and activations are left out.
 """
@@ -25,12 +26,15 @@ from rapidformer.models.towers import (
     get_text_config,
     is_inside,
     list_frozen_parts,
+    list_layer_kinds,
     list_values,
 )
 
 _PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.MultiheadAttention)
 _FORWARD_AND_BACKWARD = 6
 _WITHOUT_WEIGHT_GRADIENT = 4
+_NO_ATTENTION = ("linear_attention", "mamba", "recurrent", "conv", "mlp", "moe")
+"""Kinds of layers, in transformers' words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,9 @@ class ModelWork:
     """Attention: for a token and another one of its row."""
     is_causal: bool = False
     window: int | None = None
-    """How many tokens a token attends to at most."""
+    """How many tokens a token attends to at most, in layers with a window."""
+    windowed: float = 1.0
+    """The share of such layers among those with attention."""
     has_decoder: bool = False
     weights: int = 0
     """The weights that are multiplied."""
@@ -59,7 +65,7 @@ class ModelWork:
         if self.has_decoder:
             pairs = tokens * length + targets * (targets / rows) / 2 + targets * length
             return products + self.per_pair * pairs
-        attended = min(length, self.window or length)
+        attended = length + self.windowed * (min(length, self.window or length) - length)
         return products + self.per_pair * tokens * attended * (0.5 if self.is_causal else 1)
 
     def describe(self) -> str:
@@ -88,10 +94,13 @@ def count_work(model: Any) -> ModelWork:
         else:
             per_token += work
     window = _read_window(get_text_config(config))
+    kinds = _list_attention(config)
+    windowed = sum("sliding" in kind for kind in kinds)  # if none is, all have the window
     return ModelWork(
         per_token=per_token, per_target=per_target, per_pair=_count_attention(config),
         is_causal=any(getattr(m, "is_causal", False) is True for m in model.modules()),
         window=window if isinstance(window, int) else None,
+        windowed=windowed / len(kinds) if windowed else 1.0,
         has_decoder=encoder is not None, weights=weights,
     )  # fmt: skip
 
@@ -118,12 +127,19 @@ def _iterate_products(model: nn.Module) -> Iterator[tuple[nn.Parameter, float]]:
             yield parameter, used if is_expert else 1.0
 
 
+def _list_attention(config: Any) -> list[str]:
+    """The kind of each layer that has attention."""
+    layers = get_size(config, "num_layers")
+    if not isinstance(layers, int):
+        return []
+    kinds = list_layer_kinds(config)[:layers] or ["attention"] * layers
+    return [kind for kind in kinds if kind not in _NO_ATTENTION]
+
+
 def _count_attention(config: Any) -> float:
-    config = get_text_config(config)
-    layers, heads, hidden = (
-        get_size(config, name) for name in ("num_layers", "num_attention_heads", "hidden_size")
-    )
-    if not (isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)):
+    layers, config = len(_list_attention(config)), get_text_config(config)
+    heads, hidden = (get_size(config, name) for name in ("num_attention_heads", "hidden_size"))
+    if not (isinstance(heads, int) and isinstance(hidden, int)):
         return 0.0
     sizes = list_values(config, "head_dim") or list_values(config, "d_kv") or [hidden // heads]
     return 12.0 * layers * heads * sum(sizes) / len(sizes)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.applied import Applied
 from rapidformer.accel.fused_loss.fused_loss import find_head
 from rapidformer.accel.grouped_experts import apply_grouped_experts
 from rapidformer.accel.lean_adapters import drop_casts, find_frozen_weights
@@ -46,11 +45,7 @@ def measure(
     """
 
     def follow(run: Captured) -> Shape:
-        measurement = _Measurement(run, get_precision(settings), settings)
-        try:
-            return measurement.finish(timer)
-        finally:
-            measurement.close()
+        return _Measurement(run, get_precision(settings), settings).finish(timer)
 
     return capture(settings, train, follow)
 
@@ -80,9 +75,8 @@ class _Measurement:
         self._model = run.model.train()
         clear_parameters(self._model)
         self._round_frozen()
-        self._applied = Applied()
         # transformers' own loop over experts looks at values.
-        apply_grouped_experts(self._model, torch.device("cpu"), self._applied)
+        apply_grouped_experts(self._model, torch.device("cpu"))
         self._plan = find_plan(self._model)
         self._rules = SplitRules(self._model, self._plan)
         self._kinds = _list_kinds(self._model, self._plan)
@@ -91,10 +85,6 @@ class _Measurement:
         self._calls: dict[str, tuple[Any, Any]] = {}
         self._used_after: set[int] = set()
         """Parameters of the modules that are called after the last block."""
-
-    def close(self) -> None:
-        """Undo what concerns the process; the model is used up."""
-        self._applied.undo()
 
     def finish(self, timer: BlockTimer | None) -> Shape:
         """All figures."""

@@ -25,7 +25,6 @@ class RunningLoop(Protocol):
 
     engine: RapidformerEngine
     args: Settings
-    train_iters: int
     lr: float
     """The learning rate of the last update."""
     parts: dict[str, float]
@@ -33,6 +32,10 @@ class RunningLoop(Protocol):
     progress: Progress
     saves_at_once: bool
     """Whether no checkpoint is written behind training: a callback looks at the model meanwhile."""
+
+    @property
+    def train_iters(self) -> int:
+        """Updates of the whole run."""
 
     @property
     def slots(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from rapidformer.objectives import BoundObjective
 from rapidformer.training.bad_batches import BadBatches, check_first_labels
 from rapidformer.training.best_model import BestModel
 from rapidformer.training.callbacks import Callback, Control
+from rapidformer.training.course import Course
 from rapidformer.training.evaluation import Evaluation, Metrics, Progress, evaluate_model
 from rapidformer.training.garbage import GarbageCollection
 from rapidformer.training.meter import LogLines, Meter
@@ -27,7 +27,7 @@ from rapidformer.training.run_record import RunRecord
 from rapidformer.training.saves import Saves
 from rapidformer.training.stop_signals import StopSignals
 from rapidformer.training.summary import describe_results
-from rapidformer.training.timetable import OPEN_END, Timetable
+from rapidformer.training.timetable import Timetable
 
 
 class TrainingLoop:
@@ -50,12 +50,13 @@ class TrainingLoop:
     ) -> None:
         self.engine, self.args = engine, engine.args
         self.loader, self.forward = loader, forward
-        self.train_iters, self.reporter, self._record = train_iters, reporter, record
+        self.reporter, self._record = reporter, record
         self.processor, self.test = processor, test
         self.timetable = Timetable(
             engine.args, train_iters=train_iters, saves_each_epoch=saves_each_epoch,
             eval_interval=evaluation.interval if evaluation else None,
         )  # fmt: skip
+        self.course = Course(engine, loader, self.timetable, train_iters)
         self.evaluation = evaluation
         self.progress, self.control = Progress(), Control()
         self._callbacks: list[Callback] = [reporter, record]
@@ -75,8 +76,6 @@ class TrainingLoop:
         self._bad_batches = BadBatches(engine, loader, reporter)
         self.saves_at_once = False
         self._saves = Saves(engine, reporter, self._notify)
-        self._started_at = time.monotonic()
-        self._attempts = self._step_before = self.step
         saves, is_alone = bool(self.args.save), self.args.world_size == 1
         self._signals = StopSignals(reporter.say, engine.device, saves=saves, is_alone=is_alone)
         self._garbage = GarbageCollection(train_iters)
@@ -88,7 +87,17 @@ class TrainingLoop:
     @property
     def step(self) -> int:
         """Updates done."""
-        return self.engine.updates.clock.updates
+        return self.course.step
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done, including the fraction of the current one."""
+        return self.course.epoch
+
+    @property
+    def train_iters(self) -> int:
+        """Updates of the whole run."""
+        return self.course.train_iters
 
     @property
     def slots(self) -> int:
@@ -107,19 +116,6 @@ class TrainingLoop:
 
     def say(self, message: str) -> None:
         self.reporter.say(message)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether a restored run has done all of its updates and written the final model."""
-        source = self.engine.checkpoints.resumed_from
-        if self._attempts < self.train_iters and not self._has_passed:
-            return False
-        if self.args.save is None or source is None:
-            return True
-        last = Path(self.args.save) / LAST
-        # A run may have died after its last checkpoint. An older one is an earlier, shorter run's.
-        is_newer = last.is_dir() and last.stat().st_mtime >= source.stat().st_mtime
-        return bool(broadcast_object(is_newer))
 
     def run(self) -> Progress:
         """Train to the end; returns the last evaluation and the best one."""
@@ -148,7 +144,7 @@ class TrainingLoop:
             raise
         finally:
             self.reporter.close()
-            self._record.finish(self, is_done=self._attempts >= self.train_iters)
+            self._record.finish(self, is_done=self.course.is_complete)
         return self.progress
 
     def _notify(self, hook: str, *facts: Any) -> None:
@@ -156,24 +152,21 @@ class TrainingLoop:
             getattr(callback, hook)(self, self.control, *facts)
 
     def _run_epoch(self) -> None:
-        attempts, is_cut = self._attempts, False
+        attempts, is_cut = self.course.attempts, False
         self.control.should_epoch_stop = False
         self._notify("on_epoch_begin")
         for update in self.engine.data.iterate_updates(
             self.loader, stays_on_host=self.engine.updates.may_replay
         ):
-            if self._has_passed:  # it was resumed at the end of a stream
+            if self.course.has_passed:  # it was resumed at the end of a stream
                 break
             self._run_update(update)
             is_cut = self.control.should_epoch_stop
             if self._is_over() or is_cut:
                 break
         else:
-            control, timetable = self.control, self.timetable
-            control.should_log |= timetable.logs_each_epoch
-            control.should_evaluate |= timetable.is_evaluation_due_after_epoch(self.epoch)
-            control.should_save |= timetable.saves_each_epoch
-        if attempts == self._attempts and not self._has_passed:
+            self.course.request_after_epoch(self.control)
+        if attempts == self.course.attempts and not self.course.has_passed:
             raise RapidformerError("the training data yielded no batch: is the stream empty?")
         self._notify("on_epoch_end")
         self._act()
@@ -195,7 +188,7 @@ class TrainingLoop:
         # Only now, with this work queued, is it read whether the last update was good.
         if self._settle():
             results = self._run_passes(update)  # the first time, it was with other weights
-        if self._attempts == 0:
+        if self.course.attempts == 0:
             check_first_labels(update, results)
             self._record.see_first(update)
         for result in results:
@@ -204,31 +197,22 @@ class TrainingLoop:
         self._notify("on_pre_optimizer_step")
         with self._garbage.held_back():
             self.engine.updates.step(lambda: self._notify("on_optimizer_step"))
-        self._attempts += 1
+        self.course.attempts += 1
         clock = self.engine.updates.clock
         self.meter.add_update(clock.total_weight, clock.grad_norm)
         self._bad_batches.see(update)
-        self._signals.look(self._attempts, asks_others=self._is_anything_due())
+        self._signals.look(self.course.attempts, asks_others=self._is_anything_due())
         if not self._bad_batches.is_late or self._is_anything_due():
             self._settle()
-        self._plan_end_of_step()
+        if self.course.request_after_update(self.control):
+            if self.timetable.saves:
+                self._saves.prepare()
+            self.control.should_training_stop |= self._signals.is_agreed
         self._notify("on_step_end")
         self._act()
 
     def _is_anything_due(self) -> bool:
-        """Whether something comes next that needs to know if the last update was good."""
-        timetable, step = self.timetable, self.step
-        return (
-            self._is_over()
-            or self._signals.is_agreed
-            or timetable.is_log_due(self._attempts, step)
-            or timetable.is_evaluation_due(step)
-            or timetable.is_save_due(step)
-            or self._is_exit_due()
-        )
-
-    def _is_exit_due(self) -> bool:
-        return bool(self.args.exit_interval and self.step % self.args.exit_interval == 0)
+        return self._is_over() or self._signals.is_agreed or self.course.is_anything_due()
 
     def _settle(self) -> bool:
         """Deal with the last update if it was bad; returns whether the weights were restored."""
@@ -237,36 +221,19 @@ class TrainingLoop:
             return False
         self.meter.drop_update()
         line = self._bad_batches.report(bad, self.step + 1)
-        self._step_before = self.step
+        self.course.note_step()
         if self.args.on_bad_loss != "rollback":
             self.reporter.record({"step": self.step, **line})
             return False
-        attempts = self._attempts
+        attempts = self.course.attempts
         self.restore(self.engine.checkpoints.roll_back())
-        self._attempts = attempts  # only the weights go back, not the place in the data
+        self.course.attempts = attempts  # only the weights go back, not the place in the data
         self.meter.reset()
         self._bad_batches.forget()
         self.reporter.go_back(self.step)
         self.reporter.record({"step": self.step, **line})
         self.say(f"went back to step {self.step} ({self.engine.checkpoints.resumed_from})")
         return True
-
-    def _plan_end_of_step(self) -> None:
-        """Request what is due at this step according to the settings."""
-        control, timetable = self.control, self.timetable
-        control.should_log |= timetable.is_log_due(self._attempts, self.step)
-        if self.step == self._step_before:
-            return  # this update was skipped: nothing else is due
-        self._step_before = self.step
-        if timetable.saves:
-            self._saves.prepare()
-        control.should_evaluate |= timetable.is_evaluation_due(self.step)
-        control.should_save |= timetable.is_save_due(self.step)
-        control.should_training_stop |= self._signals.is_agreed or self._is_exit_due()
-        limit = self.args.exit_duration_in_mins
-        if limit is not None and self._attempts % timetable.log_interval == 0:
-            is_late = (time.monotonic() - self._started_at) / 60 > limit
-            control.should_training_stop |= broadcast_object(is_late)
 
     def _act(self) -> None:
         """Do what the settings and the callbacks have requested."""
@@ -281,17 +248,17 @@ class TrainingLoop:
         control.should_evaluate = control.should_save = False
 
     def _finish(self) -> None:
-        if self._has_passed:
-            self.train_iters = self._attempts
+        if self.course.has_passed:
+            self.course.train_iters = self.course.attempts
         is_due = self.timetable.evaluates and self.progress.evaluated_at != self.step
         if self.evaluation is not None and is_due:
             self._evaluate()
-        if self.test is not None and self._attempts >= self.train_iters:
+        if self.test is not None and self.course.is_complete:
             self._log()  # log first, so that the evaluation does not count as training time
             results = broadcast_object(evaluate_model(self.engine, self.test))
             line = {f"test_{key}": value for key, value in results.items()}
             self.progress.evaluations |= line
-            self._notify("on_log", self._locate() | line)
+            self._notify("on_log", self.course.place | line)
         if self.timetable.saves:
             assert self.args.save is not None
             if self.step > 0:
@@ -317,17 +284,7 @@ class TrainingLoop:
         return Path(save) / name_checkpoint(step)
 
     def _is_over(self) -> bool:
-        # Attempts, not updates: skipped updates consume data, too.
-        is_done = self._attempts >= self.train_iters or self._has_passed
-        return self.control.should_training_stop or is_done
-
-    @property
-    def _has_passed(self) -> bool:
-        """Whether the passes are done; attempts do not tell if an epoch was ended early."""
-        args = self.args
-        counts = args.epochs is not None and not (args.train_iters or args.train_samples)
-        is_counting = counts or self.train_iters == OPEN_END
-        return is_counting and self.loader.epoch >= (args.epochs or 1)
+        return self.control.should_training_stop or self.course.is_over
 
     def _log(self) -> None:
         self.control.should_log = False
@@ -336,20 +293,13 @@ class TrainingLoop:
             return
         measured = self.meter.read()
         has_scaler = self.engine.updates.scaler is not None
-        self._bad_batches.check(measured, self._attempts, tolerates_infinity=has_scaler)
-        left = self.train_iters - self._attempts if self.train_iters != OPEN_END else None
+        self._bad_batches.check(measured, self.course.attempts, tolerates_infinity=has_scaler)
         self.parts = measured.parts
-        line = self._log_lines.describe(measured, self._locate(), lr=self.lr, updates_left=left)
+        line = self._log_lines.describe(
+            measured, self.course.place, lr=self.lr, updates_left=self.course.attempts_left
+        )
         self._notify("on_log", line)
         self._saves.report_if_written()
-
-    def _locate(self) -> dict[str, Any]:
-        return {"step": self.step, "epoch": round(self.epoch, 4)}
-
-    @property
-    def epoch(self) -> float:
-        """Epochs done, including the fraction of the current one."""
-        return self.loader.count_epochs_done()
 
     def _evaluate(self) -> None:
         assert self.evaluation is not None
@@ -360,7 +310,7 @@ class TrainingLoop:
             results = broadcast_object(evaluate_model(self.engine, self.evaluation.run))
             self.progress.evaluations, self.progress.evaluated_at = results, self.step
             metrics = {f"eval_{key}": value for key, value in results.items()}
-            self._notify("on_log", self._locate() | metrics)
+            self._notify("on_log", self.course.place | metrics)
             self._notify("on_evaluate", metrics)
         # A checkpoint of this step, if there is one, does not know this evaluation.
         if self.args.save and (self.control.should_save or self._saves.step == self.step):
@@ -378,7 +328,7 @@ class TrainingLoop:
         self._log()
         with self.meter.paused():
             extra = {
-                "attempts": self._attempts, "train_iters": self.train_iters,
+                "attempts": self.course.attempts, "train_iters": self.train_iters,
                 "bad_batches": self._bad_batches.state_dict(),
                 "objective": self.forward.state_dict(),
             }  # fmt: skip
@@ -392,7 +342,7 @@ class TrainingLoop:
         assert self.engine.checkpoints.resumed_from is not None
         with blaming(self.engine.checkpoints.resumed_from):
             self.progress = Progress(**extra.get("progress", {}))
-            self._attempts = int(extra.get("attempts", self.step))
+            self.course.attempts = int(extra.get("attempts", self.step))
             self._bad_batches.load_state_dict(extra.get("bad_batches", {}))
             self.forward.load_state_dict(extra.get("objective", {}))
         if self.args.save is not None:
@@ -400,5 +350,5 @@ class TrainingLoop:
             if not broadcast_object(self.engine.is_main and keeps_best(folder, best_step)):
                 # Another run's folder, or its best model is from a step that will be repeated.
                 self.progress.best_value = self.progress.best_step = None
-        self._step_before = self.step
+        self.course.note_step()
         self._saves.remember(self.step, self.progress)

@@ -16,6 +16,7 @@ from rapidformer.config.explain import list_missed
 from rapidformer.config.sections import TrainingLengthArguments
 from rapidformer.config.switches import Situation
 from rapidformer.config.task_sections import RunArguments
+from rapidformer.data.data_source import find_length
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.processes import describe_device
 from rapidformer.engine import RapidformerEngine
@@ -149,7 +150,8 @@ def _size(data: Any) -> str:
     if getattr(data, "num_samples", None):
         return f"{data.num_samples:,}"
     dataset = getattr(data, "dataset", data)
-    return f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream of"
+    rows = find_length(dataset)
+    return "a stream of" if rows is None else f"{rows:,}"
 
 
 def describe_results(

@@ -319,7 +319,7 @@ class Template(ABC):
         )  # fmt: skip
         if resume is not None and not self.args.finetune:
             loop.restore(extra)
-            if loop.is_finished:
+            if loop.course.is_finished:
                 for line in describe_finished(self.args, step=loop.step, total=train_iters):
                     reporter.say(line)
                 reporter.close()

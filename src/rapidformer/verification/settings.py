@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, lcm
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rapidformer.config import Settings
 from rapidformer.config.row import AUTO
@@ -42,6 +42,8 @@ class Job:
     processes: int
     """Of the switched run."""
     is_full_size: bool = False
+    is_narrow: bool = True
+    """Whether a model of transformers gets narrower layers, not only fewer (``can_narrow``)."""
     global_batch_size: int | None = None
     """As found in the switched run."""
     micro_batch_size: int | None = None
@@ -159,8 +161,13 @@ def _reduce(args: Settings, job: Job) -> Settings:
         reads_sizes = args.num_layers is not None and args.hidden_size is not None
         if not reads_sizes or args.pretrained_model_name_or_path is not None or args.load:
             return args  # the script's own model, which cannot be made smaller
-    has_flags = args.user_script is not None or args.model_type in ("gpt", "rapidformer_gpt")
-    return _reduce_batches(_reduce_flags(args) if has_flags else _reduce_model(args), job)
+    if _is_built_from_flags(args):
+        return _reduce_batches(_reduce_flags(args), job)
+    return _reduce_batches(_reduce_model(args, is_narrow=job.is_narrow), job)
+
+
+def _is_built_from_flags(args: Settings) -> bool:
+    return args.user_script is not None or args.model_type in ("gpt", "rapidformer_gpt")
 
 
 def _reduce_flags(args: Settings) -> Settings:
@@ -179,7 +186,19 @@ def _reduce_flags(args: Settings) -> Settings:
     )
 
 
-def _reduce_model(args: Settings) -> Settings:
+def can_narrow(args: Settings, job: Job) -> bool:
+    """Whether a model of transformers runs with narrower layers. Found out once, for all runs.
+
+    The width of a Mamba layer must fit other sizes; some models cannot be called by tokens alone.
+    """
+    if job.is_full_size or _is_built_from_flags(args):
+        return True
+    args = _make_plain(args, job)
+    narrow, shallow = (_reduce_model(args, is_narrow=is_narrow) for is_narrow in (True, False))
+    return narrow == shallow or _can_run(narrow) or not _can_run(shallow)
+
+
+def _reduce_model(args: Settings, *, is_narrow: bool) -> Settings:
     """A Hugging Face configuration with new weights, fewer layers and narrower heads."""
     from rapidformer.models.configuration import get_position_limit, get_size, load_config
 
@@ -191,17 +210,28 @@ def _reduce_model(args: Settings) -> Settings:
     layers, hidden, heads = (get_size(config, name) for name in names)
     if not (isinstance(layers, int) and isinstance(hidden, int) and isinstance(heads, int)):
         return args
-    fewer, narrow = min(layers, _count_layers(args)), min(hidden, _HEAD * heads)
+    least = _count_layers(args)
+    fewer = min(layers, least * ceil(_count_first_layers(config) / least))
+    narrow = min(hidden, _HEAD * heads)
     if (fewer, narrow) == (layers, hidden):
         return args
     shallow = args.replace(SOURCE, from_scratch=True, num_layers=fewer)
-    reduced = shallow.replace(
+    if not is_narrow:
+        return shallow
+    return shallow.replace(
         SOURCE, hidden_size=narrow, num_attention_heads=heads, ffn_hidden_size=4 * narrow,
         # Narrow layers need larger weights to keep rows as distinct as before.
         init_method_std=getattr(config, "initializer_range", 0.02) * (hidden / narrow) ** 0.5,
     )  # fmt: skip
-    # The width of a Mamba layer must fit other sizes; some models cannot be called by tokens alone.
-    return shallow if not _can_run(reduced) and _can_run(shallow) else reduced
+
+
+def _count_first_layers(config: Any) -> int:
+    """The fewest layers from the first one on with each kind that the configuration names."""
+    from rapidformer.models.towers import get_shared, get_text_config, list_layer_kinds
+
+    networks = get_shared(get_text_config(config), "mlp_layer_types")
+    lists = [list_layer_kinds(config), list(networks or [])]
+    return max((1 + kinds.index(kind) for kinds in lists for kind in kinds), default=1)
 
 
 def _can_run(args: Settings) -> bool:

@@ -7,7 +7,7 @@ number of tokens is rounded up, and a few graphs serve all batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,16 @@ class ForwardGraphs(_Evaluated, BlockGraphs):
     def is_first(self, called: nn.Module) -> bool:
         """Whether a forward pass begins with this call."""
         return called is self.blocks[0] or bool(self.calls[called])
+
+    def call(
+        self, block: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Replay a block, or run it. Nothing says that a pass has ended but its last block."""
+        try:
+            return super().call(block, run, args, kwargs)
+        finally:
+            if block is self.blocks[-1]:
+                self._notes.forget_tensors()
 
     def give_up(self, problem: str) -> None:
         """Run blocks as they are from now on."""

@@ -11,18 +11,24 @@ from torch import nn
 from rapidformer.accel.assembly import Assembly
 from rapidformer.accel.scans.delta_rule import apply_delta_rule
 from rapidformer.accel.scans.state_space import scan_states
+from rapidformer.compat.patches import Needed, Patch
 from rapidformer.compat.transformers_scans import (
     SCANS,
+    add_scans,
     copy_forward,
     find_unknown_scan,
     list_scans,
 )
-from rapidformer.overlay import Build, extend, get_own_class
+from rapidformer.overlay import Build, extend, get_own_class, put_fact
 
 _LAYER = "scans"
 _OURS: dict[str, Callable[..., Any]] = dict(
     zip(SCANS, (scan_states, apply_delta_rule), strict=True)
 )
+
+
+class _Names(Needed):
+    """A layer calls scans by names added to their file."""
 
 
 def apply(assembly: Assembly) -> str | None:
@@ -34,7 +40,9 @@ def apply(assembly: Assembly) -> str | None:
         assembly.applied.leave_off(problem)
         return None
     for layer in layers:
-        extend(layer, _LAYER, _get_build(type(layer).forward), is_shared=True)
+        build, added = _change(type(layer).forward)
+        put_fact(layer, _Names(added))
+        extend(layer, _LAYER, build, is_shared=True)
     return f"{len(layers)} layers" if layers else None
 
 
@@ -45,8 +53,9 @@ def _suits(layer: nn.Module) -> bool:
 
 
 @functools.cache
-def _get_build(forward: Any) -> Build:
+def _change(forward: Any) -> tuple[Build, Patch]:
     """One per function, not per class: a script may have given the class another one since."""
     scans = {name: _OURS[name] for name in list_scans(forward)}
-    members = {"forward": copy_forward(forward, scans)}
-    return lambda cls: members
+    names = {name: f"{name}_of_rapidformer" for name in scans}
+    members = {"forward": copy_forward(forward, names)}
+    return lambda cls: members, add_scans(forward, names, scans)

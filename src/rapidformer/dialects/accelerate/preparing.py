@@ -3,6 +3,7 @@ and its model, all on the same batches."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ class _UnchangedRates(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _compose(engine: RapidformerEngine, model: nn.Module, optimizer: Optimizer) -> None:
+    engine.compose(model, optimizer, lr_scheduler=_UnchangedRates(optimizer))
+    if engine.args.world_size > 1 and not hasattr(model, "no_sync"):
+        # As DistributedDataParallel has it, with nothing to do, as in accelerator.no_sync(model).
+        vars(model)["no_sync"] = nullcontext
+        engine.model.parallelized.applied.on_close(vars(model).pop, "no_sync", None)
 
 
 class PreparingVerbs(SavingVerbs):
@@ -173,8 +182,7 @@ class PreparingVerbs(SavingVerbs):
                     "parameter groups where their settings differ."
                 )
             self._drop_guards()
-            engine = self._make_engine()
-            engine.compose(model, optimizer, lr_scheduler=_UnchangedRates(optimizer))
+            _compose(self._make_engine(), model, optimizer)
 
     def _make_engine(self) -> RapidformerEngine:
         """The first engine, or one more beside it."""
@@ -217,4 +225,4 @@ class PreparingVerbs(SavingVerbs):
         self._drop_guards()
         self._lacks_optimizer = True
         idle = torch.optim.SGD(self._models[0].parameters(), lr=0.0)
-        self.engine.compose(self._models[0], idle, lr_scheduler=_UnchangedRates(idle))
+        _compose(self.engine, self._models[0], idle)

@@ -21,5 +21,7 @@ class AcceleratorOptions:
 
 
 DEFAULTS = dataclasses.asdict(AcceleratorOptions())
+ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+"""What ``gradient_accumulation_kwargs`` may hold; only the first changes what a run computes."""
 READ = ("split_batches", "gradient_accumulation_kwargs")
 """What has an effect here."""

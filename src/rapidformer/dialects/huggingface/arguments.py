@@ -146,14 +146,15 @@ class TrainingArguments(NamedFields):
             self.metric_for_best_model = "loss"
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
-        from rapidformer.dialects.huggingface.settings import check_arguments
+        from rapidformer.dialects.huggingface.settings import check_arguments, read_mapping
 
         settings = check_arguments(self)
         options: Any = self.accelerator_config
         if options is not None:  # says it as well
             self.gradient_accumulation_steps = settings.gradient_accumulation_steps or 1
-        if options is None or isinstance(options, dict):
-            self.accelerator_config = AcceleratorOptions(**(options or {}))
+        if not dataclasses.is_dataclass(options):
+            named = read_mapping(options, "accelerator_config", [])
+            self.accelerator_config = AcceleratorOptions(**named)
 
     def __getattr__(self, name: str) -> Any:
         """transformers' ``set_training``, ``set_save`` ...: they only set fields."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from rapidformer.data.data_source import find_length
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import DataError
@@ -34,13 +35,13 @@ def adopt_loader(engine: RapidformerEngine, loader: Any, *, is_training: bool) -
     """A loader of the trainer's or of torch's, or of any other kind in one process."""
     if isinstance(loader, (DataLoader, DistributedLoader)):
         adopted = engine.data.adopt_loader(loader, is_training=is_training)
-        samples = getattr(adopted.dataset, "__len__", None)
+        samples = find_length(adopted.dataset)
     else:
         adopted = engine.data.adopt_loader(_make_torchs(engine, loader), is_training=is_training)
-        samples = getattr(loader, "__len__", None)
+        samples = find_length(loader)
     if is_training and adopted.is_stream and samples is not None:
         # A stream that says its length decides how long a run of so many epochs is.
-        rounds, rest = divmod(samples(), adopted.samples_per_round)
+        rounds, rest = divmod(samples, adopted.samples_per_round)
         rounds += bool(rest and engine.args.keep_last)
         updates = -(-rounds // engine.updates.clock.rounds_per_update)
         adopted.updates_per_epoch = max(1, updates)

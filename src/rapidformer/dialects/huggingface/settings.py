@@ -20,7 +20,7 @@ from uuid import uuid4
 
 from rapidformer.config import Settings, arguments_from_mapping
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.dialects.huggingface.accelerator_options import DEFAULTS, READ
+from rapidformer.dialects.huggingface.accelerator_options import ACCUMULATION, DEFAULTS, READ
 from rapidformer.dialects.huggingface.names import (
     HUGGING_FACE,
     NEEDS_METRICS,
@@ -207,7 +207,7 @@ def _translate_fsdp(arguments: NamedFields, problems: list[str]) -> Values:
     words = [str(getattr(word, "value", word)).lower() for word in words]
     if not asked or asked == "false":
         return {}
-    config = _read_mapping(arguments.fsdp_config, "fsdp_config", problems)
+    config = read_mapping(arguments.fsdp_config, "fsdp_config", problems)
     config = {key.removeprefix("fsdp_"): value for key, value in config.items()}
     reshards = config.get("reshard_after_forward", True)
     is_stage_2 = "shard_grad_op" in words or str(reshards).lower() in ("false", "shard_grad_op")
@@ -228,7 +228,7 @@ def _translate_fsdp(arguments: NamedFields, problems: list[str]) -> Values:
 
 
 def _translate_accelerator(arguments: NamedFields, problems: list[str]) -> Values:
-    config = _read_mapping(arguments.accelerator_config, "accelerator_config", problems)
+    config = read_mapping(arguments.accelerator_config, "accelerator_config", problems)
     processes = int(os.environ.get("WORLD_SIZE") or 1)
     if config.get("split_batches") and processes > 1:
         rows = arguments.per_device_train_batch_size
@@ -242,7 +242,14 @@ def _translate_accelerator(arguments: NamedFields, problems: list[str]) -> Value
             problems.append(f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}.")
         elif name not in READ and value != DEFAULTS[name]:
             warn_once(f"accelerator_config: {name} has no effect, as Accelerate is not used.")
-    steps = (config.get("gradient_accumulation_kwargs") or {}).get("num_steps")
+    accumulation = config.get("gradient_accumulation_kwargs") or {}
+    problems += [
+        f"accelerator_config: {name!r} in gradient_accumulation_kwargs is not one of "
+        f"{', '.join(ACCUMULATION)}."
+        for name in accumulation
+        if name not in ACCUMULATION
+    ]
+    steps = accumulation.get("num_steps")
     if steps is None:
         return {}
     if arguments.gradient_accumulation_steps not in (1, steps):
@@ -320,7 +327,7 @@ _TRANSLATIONS: dict[tuple[str, ...], _Translate] = {
 }  # fmt: skip
 
 
-def _read_mapping(value: Any, name: str, problems: list[str]) -> dict[str, Any]:
+def read_mapping(value: Any, name: str, problems: list[str]) -> dict[str, Any]:
     """A dictionary, a dataclass, or the JSON file that holds one."""
     if value is None or isinstance(value, dict):
         return dict(value or {})
