@@ -31,6 +31,8 @@ from transformers import (
     MambaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -449,14 +451,36 @@ def test_other_sizes_are_recorded_before_the_first_comes_again() -> None:
     assert lines[0] == lines[1][:3]
 
 
-def test_rows_of_different_lengths_that_attention_gets_padded() -> None:
-    """Bloom computes attention itself: a few graphs for all lengths, as for other models."""
+def make_bloom() -> Any:
+    """It computes attention itself, which gets padded rows."""
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
+    return BloomForCausalLM(config)
+
+
+def make_hybrid(dropout: float = 0.0) -> Any:
+    """Two of its three blocks scan their tokens, in chunks."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, intermediate_size=64, attention_dropout=dropout, pad_token_id=0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    )  # fmt: skip
+    return Qwen3_5ForCausalLM(config)
+
+
+def make_texts_of_rows(count: int) -> Rows:
+    return [{**row, "labels": row["input_ids"]} for row in make_rows(count)]
+
+
+@pytest.mark.parametrize("make", [make_bloom, make_hybrid])
+def test_rows_of_different_lengths_that_blocks_know_from_the_call(make: Callable[[], Any]) -> None:
+    """A few graphs for all lengths, as for other models."""
 
     def train(capture: Again | None, **settings: Any) -> Run:
-        torch.manual_seed(0)
-        config = BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0)
-        rows = [{**row, "labels": row["input_ids"]} for row in make_rows(48)]
-        run = Run(BloomForCausalLM(config), rows, capture, **settings)
+        run = Run(make(), make_texts_of_rows(48), capture, **settings)
         run.train()
         return run
 

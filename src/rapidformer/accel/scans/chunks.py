@@ -25,7 +25,8 @@ def cut(values: Tensor) -> Tensor:
 
 def add_up(logs: Tensor) -> Tensor:
     """Logarithms of the decay from the start up to each place, in fp64: differences are taken."""
-    return logs.double().cumsum(-1)
+    # Not cumsum(), which --deterministic refuses on a GPU.
+    return logs.double() @ logs.new_ones(logs.shape[-1:] * 2, dtype=torch.float64).triu()
 
 
 def decay_between(sums: Tensor) -> Tensor:
