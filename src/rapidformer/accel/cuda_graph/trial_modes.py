@@ -34,35 +34,6 @@ _BY_DIMS = {"index", "index_put", "index_put_impl", "unsafe_index", "unsafe_inde
 _BY_CLASS = {"nll_loss_forward", "nll_loss2d_forward"}
 
 
-@contextmanager
-def in_float64(model: nn.Module) -> Iterator[None]:
-    """Inside, a model computes in fp64, also where its code asks for fp32."""
-    tensors = [*model.parameters(), *model.buffers()]
-    before = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
-    try:
-        for tensor, data in before:
-            tensor.data = data.double()
-        with _Float64():
-            yield
-    finally:
-        for tensor, data in before:
-            tensor.data = data
-
-
-class _Float64(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.float:
-            func = Tensor.double
-        given = {name: _raise_precision(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_raise_precision, args), **given)
-
-
-def _raise_precision(value: Any) -> Any:
-    return torch.float64 if value is torch.float32 else value
-
-
 class FactorsForDropout(TorchFunctionMode):
     """Instead of dropping values, each dropout multiplies by its own factor, whatever the width.
 

@@ -35,10 +35,15 @@ from rapidformer.accel.cuda_graph.trial_modes import (
     InBounds,
     NotForPadding,
     SameChoices,
-    in_float64,
 )  # fmt: skip
 from rapidformer.accel.unpad.rows import NO_SIZES
-from rapidformer.accel.unpad.stirring import SMOOTH, Steady, stir
+from rapidformer.accel.unpad.stirring import (
+    SMOOTH,
+    Steady,
+    in_float64,
+    is_too_large_for_float64,
+    stir,
+)
 from rapidformer.compat.torch_modules import uncompiled
 from rapidformer.data.batch import move_to_device
 from rapidformer.data.nested import iterate_tensors, map_tensors
@@ -76,8 +81,6 @@ trial, so these passes can only show what a loss does, and rounding may be large
 """
 _LAST_BITS = 1e-5
 """What rounding alone may change in fp32."""
-_MOST_IN_FLOAT64 = 2**30
-"""So many weights may have their fp64 copies and gradients beside everything else."""
 
 
 class Widths:
@@ -207,8 +210,7 @@ class Widths:
         """
         compare = functools.partial(self._compare_once, run_forward, columns, micro_batch)
         problem = compare(take_snapshot(), must_run=must_run)
-        is_small = sum(p.numel() for p in self._parameters) <= _MOST_IN_FLOAT64
-        if problem is None or not self._limit or not is_small:
+        if problem is None or not self._limit or is_too_large_for_float64(self._model):
             return problem
         try:
             with in_float64(self._model):

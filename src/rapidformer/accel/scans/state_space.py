@@ -17,7 +17,7 @@ from torch.nn import functional
 from rapidformer.accel.scans.chunks import NEW_ROWS, add_up, cut, decay_between, decay_to_end
 
 _FORGET = -1e4
-"""The logarithm of a decay that leaves exactly nothing in fp32. Not infinity: sums are subtracted."""
+"""The logarithm of a decay that leaves nothing in fp32. Not infinity: sums are subtracted."""
 
 
 def scan_states(

@@ -22,7 +22,9 @@ from rapidformer.accel.unpad.stirring import (
     FLOATS,
     SMOOTH,
     Steady,
+    in_float64,
     is_library,
+    is_too_large_for_float64,
     keep_state,
     list_statistics,
     stir,
@@ -145,10 +147,15 @@ def _compare(
             limit = max(limit, _LIMIT_16_BIT)
         problem = _describe_difference(changed, expected, limit)
         # Some models amplify rounding. Of several ranks, all or none would have to compute it.
-        if problem is not None and limit == _LIMIT_16_BIT and is_alone():
-            with torch.autocast(expected[0].device.type, enabled=False):
-                exact = run(functools.partial(call_plainly, model), rows, own)
-            problem = _describe_difference(changed, expected, limit, exact)
+        if problem is not None and is_alone():
+            if limit == _LIMIT_16_BIT:
+                with torch.autocast(expected[0].device.type, enabled=False):
+                    exact = run(functools.partial(call_plainly, model), rows, own)
+                problem = _describe_difference(changed, expected, limit, exact)
+            elif limit == _LIMIT and not is_too_large_for_float64(model):
+                with in_float64(model):
+                    expected = run(functools.partial(call_plainly, model), rows, own)
+                    problem = _describe_difference(run(forward), expected, limit)
     # A mean over tokens may meet nothing but later evaluations.
     if list_statistics(blocks) != statistics:
         return "its blocks keep statistics of what they compute"

@@ -1,4 +1,4 @@
-"""Layers that scan their tokens (Mamba-2, Qwen3.5): rows lie in one sequence, each in chunks of its own.
+"""Layers that scan their tokens (Mamba-2, Qwen3.5): rows in one sequence, each in its own chunks.
 
 A new row takes over no state (``scans/chunks.py``). Between rows are zeros, as many as the layer's
 convolution looks back.

@@ -1,4 +1,4 @@
-"""Other weights than the first ones, and training without chance, for a trial of a model.
+"""Other weights than the first ones, and training without chance or rounding, for a trial.
 
 A gate that starts at zero hides what it lets through later, and so does a constant of 1e-6. So for
 a trial, such weights get other values; afterwards every bit is as before. Training draws random
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
 
 from rapidformer.accel.dropout_seeds import DROPOUTS
 from rapidformer.accel.split.absent import AbsentWeight
@@ -35,6 +36,7 @@ _TINY, _HUGE = 0.01, 100.0
 _SAMPLE = 1024
 _OF_MATRICES = 0.05
 """The standard deviation of a matrix: more than most start with."""
+_MOST_IN_FLOAT64 = 2**30
 _ALL_KEPT = 0x7FFF7FFF7FFF7FFF
 """Random bits by which ``dropout.py`` keeps all four elements."""
 
@@ -118,6 +120,40 @@ SMOOTH = Patch(lambda: [Entry(place, "relu", _smooth) for place in (functional, 
 """Inside, ReLU has no kink: there, rounding alone decides whether a number has all of its gradient
 or nothing. Number by number, ReLU mixes tokens no more than what takes its place.
 """
+
+
+@contextmanager
+def in_float64(model: nn.Module) -> Iterator[None]:
+    """Inside, a model computes in fp64, also where its code asks for fp32."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = [(tensor, tensor.data) for tensor in tensors if tensor.is_floating_point()]
+    try:
+        for tensor, data in before:
+            tensor.data = data.double()
+        with _Float64():
+            yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+def is_too_large_for_float64(model: nn.Module) -> bool:
+    """Whether copies of the weights, and their gradients, might not fit beside everything else."""
+    return sum(parameter.numel() for parameter in model.parameters()) > _MOST_IN_FLOAT64
+
+
+class _Float64(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            func = Tensor.double
+        given = {name: _raise_precision(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_raise_precision, args), **given)
+
+
+def _raise_precision(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 @contextmanager
