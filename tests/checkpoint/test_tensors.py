@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import load as torch_load
 
 from rapidformer.checkpoint.pieces import finish_tensors, plan_pieces, write_pieces
 from rapidformer.checkpoint.publish import hash_file
-from rapidformer.checkpoint.tensors import load_tensors, read_shapes
-from rapidformer.dist.topology import Topology
+from rapidformer.checkpoint.tensors import StoredTensors, read_shapes
 from rapidformer.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -40,7 +39,7 @@ def test_dtypes_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"x": torch.arange(5).to(dtype), "scalar": torch.tensor(1).to(dtype)}
     save_tensors(tensors, tmp_path / "s")
     found = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    load_tensors(found, tmp_path / "s", Topology())
+    StoredTensors(tmp_path / "s").fill(found.items())
     for name, value in tensors.items():
         assert found[name].dtype is dtype
         assert torch.equal(found[name], value)
@@ -52,7 +51,7 @@ def test_shapes(saved: Path) -> None:
 
 def test_missing_tensor_is_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
-        load_tensors({"nowhere": torch.zeros(1)}, saved, Topology())
+        StoredTensors(saved).fill([("nowhere", torch.zeros(1))])
 
 
 def test_missing_folder(tmp_path: Path) -> None:

@@ -163,10 +163,10 @@ def _load_tensors(
     left_out = _compare(folder, tensors, state.topology, allows_partial=allows_partial)
     if gathered is not None:
         for part in gathered.iterate_parts(tensors):
-            load_named(part, folder, state.topology)
+            load_named(part, folder)
             gathered.put(part)
         return
-    load_named(tensors, folder, state.topology)
+    load_named(tensors, folder)
     model_part: dict[str, Any] = {
         name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)
     }
