@@ -24,9 +24,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
-from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
-from rapidformer.dialects.huggingface.names import NEEDS_METRICS, NamedFields, list_changed
-from rapidformer.errors import ConfigurationError
+from rapidformer.dialects.huggingface.names import (
+    NEEDS_METRICS,
+    AcceleratorOptions,
+    NamedFields,
+    list_changed,
+)
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.log import warn_once
 
 if TYPE_CHECKING:
@@ -79,7 +83,15 @@ def takes_former_names(cls: type[C]) -> type[C]:
     @functools.wraps(build)
     def take(self: C, *positional: Any, **named: Any) -> None:
         named = _rename(named)
-        check_arguments_call(named.keys() - fields)
+        unknown = named.keys() - fields
+        check_arguments_call(unknown)
+        problems = [
+            f"{cls.__name__}({name}=...) is not supported: {reason}."
+            for name in sorted(unknown)
+            for start, reason in getattr(cls, "others", {}).items()
+            if name.startswith(start)
+        ]
+        raise_problems(problems)
         build(self, *positional, **named)
 
     cls.__init__ = take  # type: ignore[assignment]

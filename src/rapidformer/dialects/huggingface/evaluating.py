@@ -22,10 +22,13 @@ from transformers.trainer_utils import (
 
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
-from rapidformer.dialects.huggingface.data_methods import DataMethods, has_loss_without_labels
+from rapidformer.dialects.huggingface.data_methods import (
+    DataMethods,
+    adopt_loader,
+    has_loss_without_labels,
+)
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels
-from rapidformer.dialects.huggingface.own_loaders import adopt_loader
 from rapidformer.dialects.huggingface.records import RunRecords
 from rapidformer.dist.attendance import attending
 from rapidformer.engine import RapidformerEngine

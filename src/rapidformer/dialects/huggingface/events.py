@@ -19,8 +19,12 @@ import torch
 
 from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_stateful
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
-from rapidformer.dialects.huggingface.folders import lift_model, link_checkpoint, list_weights
-from rapidformer.dialects.huggingface.records import STATE_FILE
+from rapidformer.dialects.huggingface.records import (
+    STATE_FILE,
+    lift_model,
+    link_checkpoint,
+    list_weights,
+)
 from rapidformer.dist.collectives import gather_from_all, max_over_all
 from rapidformer.log import warn_once
 from rapidformer.training.callbacks import Callback, Control, RunningLoop

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
-from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 Options = dict[str, Any] | str | None
@@ -21,6 +20,19 @@ NEEDS_METRICS = ("reduce_lr_on_plateau", "greedy")
 """Schedules that look at an evaluation."""
 _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
                "hub_strategy")  # fmt: skip
+
+
+@dataclass
+class AcceleratorOptions:
+    """``accelerator_config``: the arguments always hold one, and scripts set its fields."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    non_blocking: bool = False
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+    use_configured_state: bool = False
 
 
 @dataclass(repr=False)

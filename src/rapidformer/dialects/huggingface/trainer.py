@@ -27,11 +27,11 @@ from rapidformer.dialects.huggingface.callbacks import (
 )
 from rapidformer.dialects.huggingface.data_methods import choose_collator, find_label_names
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
-from rapidformer.dialects.huggingface.folders import find_checkpoint_folder
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels, get_loss, takes
 from rapidformer.dialects.huggingface.optimizing import OptimizerMethods
 from rapidformer.dialects.huggingface.overrides import check_overrides
+from rapidformer.dialects.huggingface.records import find_checkpoint_folder
 from rapidformer.dialects.huggingface.search import search
 from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dist.seeding import seed_everything
