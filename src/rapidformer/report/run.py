@@ -61,7 +61,7 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "evaluations": _pick(list_evaluations(rare), _SHOWN_EVALUATIONS),
         "details": _pick([e for e in events if e["event"] == "evaluation"], _SHOWN_EVALUATIONS),
         "settings": list(_read_settings(folder / ARGUMENTS_FILE)),
-        "best": _describe_best(entry),
+        "best": entry and entry.best,
         "checkpoints": _list_checkpoints(entry),
         "start": last.get("start", {}),
         "batch": last.get("batch"),
@@ -142,17 +142,11 @@ def _read_settings(path: Path) -> Iterator[list[str]]:
             section = line[2:]
 
 
-def _describe_best(entry: RunEntry | None) -> dict[str, Any] | None:
-    if entry is None or entry.best_value is None:
-        return None
-    return {"metric": entry.best_metric, "value": entry.best_value, "step": entry.best_step}
-
-
 def _list_checkpoints(entry: RunEntry | None) -> list[dict[str, Any]]:
     return [
         {
             "name": one.path.name, "step": one.step, "state": one.state, "problem": one.problem,
-            "loss": one.loss, "bytes": one.size, "modified": one.modified,
+            "loss": one.loss, "bytes": one.bytes, "modified": one.modified,
         }
         for one in (entry.checkpoints if entry is not None else ())
     ]  # fmt: skip

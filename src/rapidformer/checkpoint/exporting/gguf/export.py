@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rapidformer.checkpoint.exporting.build import Recipes
-from rapidformer.checkpoint.exporting.files import copy_texts
+from rapidformer.checkpoint.exporting.files import copy_texts, load_tokenizer
 from rapidformer.checkpoint.exporting.gguf.families import Metadata, adapt_config, find_family
 from rapidformer.checkpoint.exporting.gguf.file import K_QUANTS, quantize_file, write_file
 from rapidformer.checkpoint.exporting.gguf.modelfile import find_end, read_turns, write_modelfile
 from rapidformer.checkpoint.exporting.gguf.tokenizer import describe_tokenizer, get_chat_template
 from rapidformer.checkpoint.exporting.source import Source
 from rapidformer.errors import ModelError
-from rapidformer.hub import has_tokenizer, quiet_transformers
+from rapidformer.hub import quiet_transformers
 from rapidformer.log import get_logger
 
 
@@ -78,12 +78,10 @@ def _follow_template(tokenizer: Any, metadata: Metadata) -> None:
 
 def _load_tokenizer(source: Source) -> Any:
     """The tokenizer that was saved with the model, or that of its base."""
-    from transformers import AutoTokenizer
-
     with tempfile.TemporaryDirectory() as place:
         copy_texts(source, Path(place))
         (Path(place) / "config.json").write_bytes((source.description / "config.json").read_bytes())
-        if not has_tokenizer(Path(place)):
-            raise ModelError("GGUF: the model has no tokenizer, without which nobody can run it.")
-        with quiet_transformers(place):
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        tokenizer = load_tokenizer(place)
+    if tokenizer is None:
+        raise ModelError("GGUF: the model has no tokenizer, without which nobody can run it.")
+    return tokenizer
