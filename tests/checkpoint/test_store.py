@@ -15,12 +15,11 @@ from transformers.optimization import Adafactor
 from rapidformer.checkpoint import saving
 from rapidformer.checkpoint.finding import TRACKER, find_checkpoint, find_checkpoints
 from rapidformer.checkpoint.loading import load_checkpoint
-from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.checkpoint.state import get_random_states, set_random_states
 from rapidformer.errors import CheckpointError
 from rapidformer.log import configure_logging
 
-from .run import Model, Run
+from .run import Model, Run, save_checkpoint
 
 
 @pytest.fixture
