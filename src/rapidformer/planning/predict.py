@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rapidformer.config import Settings
-from rapidformer.planning.layout import LARGE, Layout, Stage, State
+from rapidformer.planning.layout import LARGE, Layout, Stage, State, count_work
 from rapidformer.planning.parts import Cost, Memory, Part, Prediction, Shape
-from rapidformer.planning.work import count_work
 
 _CONTEXT = 880 * 10**6
 """Of CUDA's context and loaded kernels, measured on an H200."""

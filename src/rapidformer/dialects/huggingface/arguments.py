@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -168,8 +167,8 @@ class TrainingArguments(NamedFields):
             self.accelerator_config = AcceleratorOptions(**(options or {}))
 
     def __getattr__(self, name: str) -> Any:
-        """transformers' ``set_training``, ``set_save`` ...: they only set fields."""
-        if not name.startswith("set_"):
+        """transformers' ``set_training``, ``set_save`` ... only set fields, and these read them."""
+        if not name.startswith("set_") and name not in ("get_warmup_steps", "to_sanitized_dict"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         from transformers import TrainingArguments as Theirs
 
@@ -230,11 +229,6 @@ class TrainingArguments(NamedFields):
         """A level of Python's ``logging``: the replicas are quieter."""
         return _LEVELS[self.log_level if self.process_index == 0 else self.log_level_replica]
 
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of the warm-up in a run of this length."""
-        steps = self.warmup_steps
-        return int(steps) if steps >= 1 else math.ceil(steps * num_training_steps)
-
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """Let the first process (of each node) do something before the others, say fill a cache."""
@@ -263,16 +257,6 @@ class TrainingArguments(NamedFields):
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=str)
-
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        """Every field as something that an experiment tracker can show."""
-        batches = {"train_batch_size": self.train_batch_size,
-                   "eval_batch_size": self.eval_batch_size}  # fmt: skip
-        plain = (bool, int, float, str)
-        return {
-            name: value if isinstance(value, plain) else str(value)
-            for name, value in (self.to_dict() | batches).items()
-        }
 
     def __str__(self) -> str:
         """What differs from the defaults first: that is what one looks for."""

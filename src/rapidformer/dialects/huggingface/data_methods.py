@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from transformers.utils import find_labels
 
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dialects.huggingface.interface import TrainerInterface
@@ -27,11 +28,8 @@ def _get_forward(model: nn.Module) -> inspect.Signature:
 
 
 def find_label_names(model: nn.Module) -> list[str]:
-    """The inputs that are labels: what transformers' ``find_labels`` looks for."""
-    names = list(_get_forward(model).parameters)
-    if "QuestionAnswering" in type(model).__name__:
-        return [n for n in names if "label" in n or n in ("start_positions", "end_positions")]
-    return [name for name in names if "label" in name]
+    """The inputs that are labels."""
+    return find_labels(type(get_base(model)))
 
 
 def has_loss_without_labels(model: nn.Module, inputs: Mapping[str, Any]) -> bool:

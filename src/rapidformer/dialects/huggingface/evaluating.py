@@ -189,7 +189,10 @@ class EvaluationMethods(RunRecords, DataMethods):
         asked = prediction_loss_only
         loss_only = self.args.prediction_loss_only if asked is None else asked
         loader = adopt_loader(self.engine, dataloader, is_training=False)
-        self._await_all("predict" if description == "Prediction" else "evaluate")
+        # A habit is to call it on the first process alone, which would wait for the others.
+        method = "predict()" if description == "Prediction" else "evaluate()"
+        with attending(method, needs_all="each of them predicts a part of the rows"):
+            pass
         with ExitStack() as stack:
             if not self._is_training:
                 # A run of training has regularized the model already.
@@ -201,12 +204,6 @@ class EvaluationMethods(RunRecords, DataMethods):
         if not self._is_training:
             self.model.eval()  # scripts call the model next, and want no dropout
         return output
-
-    def _await_all(self, method: str) -> None:
-        """A habit is to call it on the first process alone, which would wait for the others."""
-        share = "each of them predicts a part of the rows"
-        with attending(f"{method}()", needs_all=share):
-            pass
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """The model in evaluation mode, as it already is in the loop's own evaluations."""
