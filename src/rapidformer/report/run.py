@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.finding import ARGUMENTS_FILE, METRICS_FILE
+from rapidformer.checkpoint.finding import METRICS_FILE, list_arguments
 from rapidformer.checkpoint.inventory import RunEntry, take_inventory
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import DataError
@@ -17,7 +16,6 @@ from rapidformer.report.metrics import Line, build_curves, list_evaluations, rea
 from rapidformer.run_events import read_events
 
 Event = dict[str, Any]
-_SETTING = re.compile(r"(?:# )?(\w+): (.*)")
 _DURING = ("start", "batch", "phases", "evaluation", "stall", "moved", "end")
 """Events of the run itself; others may be added days later."""
 _EVALUATED = "evaluation_*.json"
@@ -60,7 +58,7 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "curves": curves,
         "evaluations": _pick(list_evaluations(rare), _SHOWN_EVALUATIONS),
         "details": _pick([e for e in events if e["event"] == "evaluation"], _SHOWN_EVALUATIONS),
-        "settings": list(_read_settings(folder / ARGUMENTS_FILE)),
+        "settings": list(list_arguments(folder)),
         "best": entry and entry.best,
         "checkpoints": _list_checkpoints(entry),
         "start": last.get("start", {}),
@@ -128,18 +126,6 @@ def _pick(items: list[Any], most: int) -> list[Any]:
     if len(items) <= most:
         return items
     return [items[number * (len(items) - 1) // (most - 1)] for number in range(most)]
-
-
-def _read_settings(path: Path) -> Iterator[list[str]]:
-    """Section, name, value and origin of each setting, as ``arguments.yaml`` shows them."""
-    section = ""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in text.splitlines():
-        shown, _, source = line.rpartition(" # ")
-        if match := _SETTING.fullmatch(shown.strip()):
-            yield [section, match[1], match[2].strip(), source]
-        elif line.startswith("# "):
-            section = line[2:]
 
 
 def _list_checkpoints(entry: RunEntry | None) -> list[dict[str, Any]]:

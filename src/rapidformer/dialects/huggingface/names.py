@@ -261,12 +261,18 @@ def list_changed(arguments: NamedFields) -> list[str]:
     return [field.name for field in fields if field.name in changed]
 
 
+def read_rows(cls: type) -> dict[str, ForeignName]:
+    """What becomes of each field of a dataclass that says it."""
+    hints = get_type_hints(cls, include_extras=True)
+    rows = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: row for name, row in rows.items() if isinstance(row, ForeignName)}
+
+
 def _take_rows() -> dict[str, ForeignName]:
     """The table of all names; each field gets a text that ``HfArgumentParser`` shows."""
-    rows: dict[str, ForeignName] = {}
-    hints = get_type_hints(NamedFields, include_extras=True)
+    rows = read_rows(NamedFields)
     for field in dataclasses.fields(NamedFields):
-        rows[field.name] = row = hints[field.name].__metadata__[0]
+        row = rows[field.name]
         flag = f"--{row.setting.replace('_', '-')}" if row.setting else ""
         text = ": ".join(filter(None, (row.outcome, flag, row.note))).replace("%", "%%")
         field.metadata = MappingProxyType({"help": text})

@@ -10,11 +10,11 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar
 
 from rapidformer.dialects.calls import check_names
 from rapidformer.dialects.huggingface.arguments import TrainingArguments, takes_former_names
-from rapidformer.dialects.huggingface.names import list_changed
+from rapidformer.dialects.huggingface.names import HUGGING_FACE, list_changed, read_rows
 from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 from rapidformer.log import warn_once
@@ -60,11 +60,7 @@ class TaskConfig(TrainingArguments):
     @classmethod
     def get_table(cls) -> dict[str, ForeignName]:
         """The names that are TRL's own, and what becomes of them."""
-        hints = get_type_hints(cls, include_extras=True)
-        names = [field.name for field in dataclasses.fields(cls)]
-        rows = {n: getattr(hints[n], "__metadata__", (None,))[0] for n in names}
-        theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
-        return {n: row for n, row in rows.items() if n not in theirs and row is not None}
+        return {name: row for name, row in read_rows(cls).items() if name not in HUGGING_FACE}
 
     def list_settings(self) -> dict[str, Any]:
         """The settings that they stand for."""
