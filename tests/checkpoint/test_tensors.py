@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import load as torch_load
 
 from rapidformer.checkpoint.pieces import finish_tensors, plan_pieces, write_pieces
 from rapidformer.checkpoint.publish import hash_file
-from rapidformer.checkpoint.tensors import StoredTensors, read_shapes
+from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -46,7 +46,8 @@ def test_dtypes_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_shapes(saved: Path) -> None:
-    assert read_shapes(saved) == {"a": (2, 3), "b": ()}
+    kinds = StoredTensors(saved).kinds
+    assert kinds == {"a": ((2, 3), torch.float32), "b": ((), torch.int64)}
 
 
 def test_missing_tensor_is_named(saved: Path) -> None:
@@ -56,7 +57,7 @@ def test_missing_tensor_is_named(saved: Path) -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"index\.json"):
-        read_shapes(tmp_path / "none")
+        StoredTensors(tmp_path / "none")
 
 
 def test_torch_reads_the_folder(saved: Path) -> None:
@@ -88,7 +89,7 @@ def test_damaged_index_is_never_a_crash(data: st.DataObject, saved: Path) -> Non
     content[place] = data.draw(st.integers(0, 255))
     (path / name).write_bytes(content)
     try:
-        shapes = read_shapes(path)
+        shapes = StoredTensors(path).kinds
     except CheckpointError as error:
         assert name in str(error)
     else:

@@ -46,14 +46,10 @@ def load_named(tensors: dict[str, Tensor], folder: Path) -> None:
         raise failure
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a folder's tensors."""
-    return {name: entry.shape for name, entry in _read_checked_index(folder).items()}
-
-
 def read_saved_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes by every name that a checkpoint answers to."""
-    shapes = read_shapes(folder / "state")
+    index = _read_checked_index(folder / "state")
+    shapes = {name: entry.shape for name, entry in index.items()}
     with blaming(folder):
         return shapes | {name: shapes[first] for name, first in _read_ties(folder).items()}
 

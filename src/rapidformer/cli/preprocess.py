@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.cli.own_flags import CommandParser
 from rapidformer.config.switches import to_flag
-from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.nearest import find_nearest
 
 if TYPE_CHECKING:
@@ -201,12 +201,8 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
         part_bytes=None if "part_megabytes" not in values else int(values["part_megabytes"] * 1e6),
         **{name: value for name, value in rest.items() if name not in TOKENIZER},
     )
-    try:
+    with collecting(problems):
         tokenizer = build_tokenizer(**{name: rest[name] for name in TOKENIZER if name in rest})
-    except ConfigurationError as error:
-        problems += error.problems
-    except RapidformerError as error:
-        problems.append(str(error))
     reported = {problem.split()[0] for problem in problems}  # a flag without its value
     for problem in find_problems(settings):
         if " is missing:" not in problem or problem.split()[0] not in reported:

@@ -20,7 +20,12 @@ from rapidformer.cli.checks import check_command
 from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import find_flag_problems
 from rapidformer.config.parse import CommandLine, read_flags
-from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
+from rapidformer.errors import (
+    ConfigurationError,
+    RapidformerError,
+    collecting,
+    raise_problems,
+)
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.launch.environment import count_gpus
 from rapidformer.launch.worker import PARENT_VARIABLE
@@ -131,10 +136,8 @@ def _check(command: CommandLine, options: Any) -> Space:
         )
         if command.args.is_given(name) and getattr(command.args, name)
     ]
-    try:
+    with collecting(problems):
         space = parse_space(options.sweep, command.args)
-    except ConfigurationError as error:
-        problems += error.problems
     raise_problems(problems)
     return space
 

@@ -18,7 +18,7 @@ from rapidformer.config.tracker_names import is_installed
 from rapidformer.dialects.accelerate.file import translate_deepspeed, translate_precision
 from rapidformer.dialects.accelerate.names import ACCELERATOR
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.errors import ConfigurationError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.training.trackers.build import OWN
 
 _SOURCE = "Accelerator"
@@ -85,13 +85,11 @@ def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
         values |= translate_deepspeed(_read_plugin(plugin), "DeepSpeedPlugin", problems)
     values |= _choose_accumulation(arguments, values, problems)
     settings = Settings()
-    try:
+    with collecting(problems):
         file = load_deepspeed_file(values["deepspeed"]) if "deepspeed" in values else {}
         if find_value(file, "gradient_clipping") is not None:
             del values["clip_grad"]
         settings = arguments_from_mapping(values, source=_SOURCE)
-    except ConfigurationError as error:
-        problems += error.problems
     raise_problems(problems)
     return add_launch_flags(settings, values.keys() - {"clip_grad"})
 

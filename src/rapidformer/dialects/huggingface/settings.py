@@ -27,7 +27,7 @@ from rapidformer.dialects.huggingface.names import (
     NamedFields,
     list_changed,
 )
-from rapidformer.errors import ConfigurationError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.foreign_names import find_names
 from rapidformer.log import warn_once
 
@@ -69,10 +69,8 @@ def check_arguments(arguments: NamedFields) -> Settings:
     theirs = {name: getattr(arguments, name) for name in HUGGING_FACE if name in changed}
     check_names(_SOURCE, theirs, HUGGING_FACE, problems)
     settings = Settings()
-    try:
+    with collecting(problems):
         settings = arguments_from_mapping(said, source=_SOURCE)
-    except ConfigurationError as error:
-        problems += error.problems
     raise_problems(problems)
     # The defaults are converted too, since `replace` does not do it.
     rest = {name: value for name, value in assumed.items() if name not in said}
