@@ -77,17 +77,21 @@ class Layout:
         )
         return work > effect.most_work
 
-    @cached_property
-    def replicas(self) -> int:
-        """Ranks with different tokens, over which gradients are summed."""
-        return self.args.num_replicas
+    def at(self, cost: Cost, *, is_padded: bool = False) -> float:
+        """A cost of one micro-batch on a rank."""
+        shape, args = self.shape, self.args
+        rows = shape.count_rows(args.micro_batch_size)
+        if not is_padded and self.has("dynamic shape"):
+            rows *= shape.filled
+        varying = cost.at(rows, shape.length) - cost.constant
+        return cost.constant + varying / args.context_parallel_size
 
     @cached_property
     def shards(self) -> int:
         """Ranks that the training state is sharded over."""
         if "ZeRO" not in self.rows:
             return 1
-        return self.args.hybrid_sharding_size or self.replicas
+        return self.args.hybrid_sharding_size or self.args.num_replicas
 
     def divide(self, what: str) -> int:
         """By how much the rows divide something."""
@@ -284,13 +288,9 @@ def _count_in_flight(schedule: str, rank: int, ranks: int, own: int, count: int)
 def count_work(layout: Layout, stage: Stage) -> Work:
     """The work of one rank of the pipeline."""
     args, shape = layout.args, layout.shape
-    rows, length = shape.count_rows(args.micro_batch_size), float(shape.length)
-    filled = shape.filled if layout.has("dynamic shape") else 1.0
-    tensor, context = layout.divide("layers"), args.context_parallel_size
 
     def at(cost: Cost) -> float:
-        varying = cost.at(rows * filled, length) - cost.constant
-        return (cost.constant + varying / context) / tensor
+        return layout.at(cost) / layout.divide("layers")
 
     def count(parts: list[Part]) -> Load:
         return Load(
@@ -332,7 +332,7 @@ def count_work(layout: Layout, stage: Stage) -> Work:
         collectives=tuple(_list_collectives(layout, stage, state)),
         micro_batches=args.gradient_accumulation_steps or 1,
         stages=args.pipeline_model_parallel_size,
-        tokens=shape.count_rows(args.global_batch_size) * length * shape.filled,
+        tokens=shape.count_rows(args.global_batch_size) * shape.length * shape.filled,
         samples=args.global_batch_size or 1,
         is_captured=layout.has("CUDA graph"),
     )
@@ -348,7 +348,7 @@ def _list_collectives(layout: Layout, stage: Stage, state: State) -> Iterator[Co
     if layout.has("data parallelism"):
         yield Collective(
             axis="data", kind="all_reduce", size=trained, calls=-(-trained // (25 * 2**20)),
-            ranks=layout.replicas, per="update", is_hidden=True,
+            ranks=args.num_replicas, per="update", is_hidden=True,
         )  # fmt: skip
     if layout.shards > 1:
         is_each = layout.is_sharded("weights")
