@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -109,13 +109,15 @@ class StoredTensors:
         reads: dict[str, list[tuple[str, Part, _Slices, Tensor]]] = defaultdict(list)
         with _reading(self._folder):
             for name, tensor in tensors:
-                for piece, part in itertools.product(cut(name, tensor), self._index[name].parts):
-                    shared = _find_shared(piece.offsets, piece.data.shape, part)
-                    if shared is not None:
-                        reads[part.file].append((name, part, shared[1], piece.data[shared[0]]))
-            for file, parts in reads.items():
+                parts = self._index[name].parts
+                for piece in cut(name, tensor):
+                    ends = tuple(map(operator.add, piece.offsets, piece.data.shape))
+                    for part in parts:
+                        if (shared := _find_shared(piece.offsets, ends, part)) is not None:
+                            reads[part.file].append((name, part, shared[1], piece.data[shared[0]]))
+            for file, found in reads.items():
                 with (self._folder / file).open("rb") as opened:
-                    for name, part, places, target in parts:
+                    for name, part, places, target in found:
                         target.copy_(self._read_part(opened, name, part)[places])
 
     def _read_part(self, file: BufferedReader, name: str, part: Part) -> Tensor:
@@ -131,15 +133,17 @@ class StoredTensors:
         return read
 
 
-def _find_shared(offsets: Sizes, sizes: Sizes, part: Part) -> tuple[_Slices, _Slices] | None:
+def _find_shared(starts: Sizes, ends: Sizes, part: Part) -> tuple[_Slices, _Slices] | None:
     """Where the elements that a box and a part have in common are in each; None: they have none."""
-    lows = tuple(map(max, offsets, part.offsets))
-    ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, *part[:2], strict=True)]
-    if any(end <= low for low, end in zip(lows, ends, strict=True)):
-        return None
+    offsets, sizes = part.offsets, part.sizes
+    for dim, start in enumerate(starts):  # at once: there may be millions of pairs
+        if offsets[dim] >= ends[dim] or start >= offsets[dim] + sizes[dim]:
+            return None
+    lows = list(map(max, starts, offsets))
+    highs = list(map(min, ends, map(operator.add, offsets, sizes)))
     inside, there = (
-        tuple(slice(low - a, end - a) for low, end, a in zip(lows, ends, starts, strict=True))
-        for starts in (offsets, part.offsets)
+        tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, origin, strict=True))
+        for origin in (starts, offsets)
     )
     return inside, there
 
