@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import load as torch_load
 
+from rapidformer.checkpoint.index import Part
 from rapidformer.checkpoint.pieces import finish_tensors, plan_pieces, write_pieces
 from rapidformer.checkpoint.publish import hash_file
-from rapidformer.checkpoint.tensors import StoredTensors
+from rapidformer.checkpoint.tensors import StoredTensors, find_shared
 from rapidformer.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -76,6 +77,28 @@ def test_a_file_is_hashed_while_it_is_written(tmp_path: Path) -> None:
 def test_only_the_elements_of_a_view_are_written(tmp_path: Path) -> None:
     save_tensors({"x": torch.arange(100_000.0)[:3]}, tmp_path / "s")
     assert (tmp_path / "s" / "__0_0.distcp").stat().st_size < 10_000
+
+
+BOX = st.tuples(*[st.integers(0, 4)] * 4)
+
+
+@given(mine=BOX, theirs=BOX)
+def test_two_boxes_have_those_elements_in_common_that_are_in_both(
+    mine: tuple[int, ...], theirs: tuple[int, ...]
+) -> None:
+    grid = torch.arange(64).reshape(8, 8)
+    ends = (mine[0] + mine[2], mine[1] + mine[3])
+    box = grid[mine[0] : ends[0], mine[1] : ends[1]]
+    stored = grid[theirs[0] : theirs[0] + theirs[2], theirs[1] : theirs[1] + theirs[3]]
+    shared = find_shared(mine[:2], ends, Part(theirs[:2], theirs[2:], "file", 0, 0))
+    if shared is None:
+        assert not set(box.flatten().tolist()) & set(stored.flatten().tolist())
+        return
+    inside, there = shared
+    assert torch.equal(box[inside], stored[there])
+    assert set(box[inside].flatten().tolist()) == (
+        set(box.flatten().tolist()) & set(stored.flatten().tolist())
+    )
 
 
 @settings(max_examples=75, deadline=None)

@@ -113,7 +113,7 @@ class StoredTensors:
                 for piece in cut(name, tensor):
                     ends = tuple(map(operator.add, piece.offsets, piece.data.shape))
                     for part in parts:
-                        if (shared := _find_shared(piece.offsets, ends, part)) is not None:
+                        if (shared := find_shared(piece.offsets, ends, part)) is not None:
                             reads[part.file].append((name, part, shared[1], piece.data[shared[0]]))
             for file, found in reads.items():
                 with (self._folder / file).open("rb") as opened:
@@ -133,7 +133,7 @@ class StoredTensors:
         return read
 
 
-def _find_shared(starts: Sizes, ends: Sizes, part: Part) -> tuple[_Slices, _Slices] | None:
+def find_shared(starts: Sizes, ends: Sizes, part: Part) -> tuple[_Slices, _Slices] | None:
     """Where the elements that a box and a part have in common are in each; None: they have none."""
     offsets, sizes = part.offsets, part.sizes
     for dim, start in enumerate(starts):  # at once: there may be millions of pairs
