@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from rapidformer import Accelerator
-from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.errors import CheckpointError
 from tests.dialects.small import make_classifier
-from tests.dialects.test_trainer import make_arguments, make_trainer
+from tests.dialects.test_trainer import make_trainer
 
 
 def write_note(folder: Path) -> Path:
@@ -53,9 +52,3 @@ def test_training_refuses_to_overwrite_a_folder_that_no_run_wrote(
     with pytest.raises(CheckpointError, match=f"would overwrite .*{name}, which no run wrote"):
         make_trainer(tmp_path, max_steps=1).train()
     assert note.read_text() == "mine"
-
-
-def test_a_deepspeed_dictionary_leaves_the_users_file_alone(tmp_path: Path) -> None:
-    (tmp_path / "deepspeed.json").write_text("mine")
-    build_settings(make_arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 1}}))
-    assert (tmp_path / "deepspeed.json").read_text() == "mine"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -71,6 +72,15 @@ def raise_problems(problems: list[str]) -> None:
     """Raise one error with all problems, if there are any."""
     if problems:
         raise ConfigurationError(problems)
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Add what is wrong inside to these problems, instead of raising it."""
+    try:
+        yield
+    except RapidformerError as error:
+        problems += getattr(error, "problems", [str(error)])
 
 
 def count(number: int, noun: str) -> str:

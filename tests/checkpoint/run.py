@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from rapidformer.checkpoint.saving import prepare_save
 from rapidformer.checkpoint.state import TrainingState
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.dist.topology import Topology
@@ -91,3 +93,12 @@ class Run:
 
     def weights(self) -> dict[str, Any]:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+
+def save_checkpoint(
+    folder: Path, state: TrainingState, extra: dict[str, Any], **options: Any
+) -> Path:
+    """Save the current step at once."""
+    save = prepare_save(folder, state, extra, **options)
+    save.write()
+    return save.target

@@ -20,7 +20,7 @@ from rapidformer.checkpoint.background import BackgroundSave
 from rapidformer.checkpoint.finding import find_checkpoints
 from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import read_manifest
-from rapidformer.checkpoint.saving import prepare_save, save_checkpoint
+from rapidformer.checkpoint.saving import prepare_save
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import WriteError
 from rapidformer.host_memory import measure_free_memory
@@ -28,7 +28,7 @@ from rapidformer.log import configure_logging
 from tests.processes import run_in_processes
 from tests.training.test_templates import LineFinetuner, make_engine
 
-from .run import Run
+from .run import Run, save_checkpoint
 
 
 @pytest.fixture

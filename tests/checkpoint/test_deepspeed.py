@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import rapidformer
-from rapidformer.checkpoint.tensors import StoredTensors, read_shapes
+from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import CheckpointError
 from tests.parity.models import build_model, build_rows
@@ -172,7 +172,7 @@ def test_a_checkpoint_is_exported_as_it_was_saved(folder: Path, tmp_path: Path) 
 
 @pytest.mark.usefixtures("losses")
 def test_a_tied_weight_is_stored_once(folder: Path) -> None:
-    stored = read_shapes(folder / "cut" / "iter_0000003" / "state")
+    stored = StoredTensors(folder / "cut" / "iter_0000003" / "state").kinds
     assert "model.bert.embeddings.word_embeddings.weight" in stored
     assert "model.cls.predictions.decoder.weight" not in stored
 

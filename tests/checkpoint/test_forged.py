@@ -21,10 +21,9 @@ from rapidformer.checkpoint import tensors
 from rapidformer.checkpoint.index import Entry, Part, find_index_problems
 from rapidformer.checkpoint.loading import load_checkpoint
 from rapidformer.checkpoint.publish import publish, start_staging
-from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.errors import CheckpointError
 
-from .run import Run
+from .run import Run, save_checkpoint
 
 
 @pytest.fixture(scope="module")

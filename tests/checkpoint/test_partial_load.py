@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 import rapidformer
-from rapidformer.checkpoint.tensors import StoredTensors, load_tensors
-from rapidformer.dist.topology import Topology
+from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_model, build_rows, collate
 from tests.processes import run_in_kept_processes
@@ -48,9 +47,10 @@ def _save_all(folder: Path) -> None:
 
 def read(run: Path) -> dict[str, Tensor]:
     folder = run / "iter_0000001" / "state"
-    kinds = StoredTensors(folder).kinds
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
-    load_tensors(tensors, folder, Topology())
+    stored = StoredTensors(folder)
+    kinds = stored.kinds.items()
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds}
+    stored.fill(tensors.items())
     return tensors
 
 

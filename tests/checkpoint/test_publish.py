@@ -20,10 +20,9 @@ from rapidformer.checkpoint.publish import (
     start_staging,
     withdraw,
 )
-from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.errors import CheckpointError
 
-from .run import Run
+from .run import Run, save_checkpoint
 
 
 class Crash(BaseException):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import load as torch_load
 
+from rapidformer.checkpoint.index import Part
 from rapidformer.checkpoint.pieces import finish_tensors, plan_pieces, write_pieces
 from rapidformer.checkpoint.publish import hash_file
-from rapidformer.checkpoint.tensors import load_tensors, read_shapes
-from rapidformer.dist.topology import Topology
+from rapidformer.checkpoint.tensors import StoredTensors, find_shared
 from rapidformer.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -40,24 +40,25 @@ def test_dtypes_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = {"x": torch.arange(5).to(dtype), "scalar": torch.tensor(1).to(dtype)}
     save_tensors(tensors, tmp_path / "s")
     found = {name: torch.zeros_like(value) for name, value in tensors.items()}
-    load_tensors(found, tmp_path / "s", Topology())
+    StoredTensors(tmp_path / "s").fill(found.items())
     for name, value in tensors.items():
         assert found[name].dtype is dtype
         assert torch.equal(found[name], value)
 
 
 def test_shapes(saved: Path) -> None:
-    assert read_shapes(saved) == {"a": (2, 3), "b": ()}
+    kinds = StoredTensors(saved).kinds
+    assert kinds == {"a": ((2, 3), torch.float32), "b": ((), torch.int64)}
 
 
 def test_missing_tensor_is_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
-        load_tensors({"nowhere": torch.zeros(1)}, saved, Topology())
+        StoredTensors(saved).fill([("nowhere", torch.zeros(1))])
 
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"index\.json"):
-        read_shapes(tmp_path / "none")
+        StoredTensors(tmp_path / "none")
 
 
 def test_torch_reads_the_folder(saved: Path) -> None:
@@ -78,6 +79,28 @@ def test_only_the_elements_of_a_view_are_written(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "__0_0.distcp").stat().st_size < 10_000
 
 
+BOX = st.tuples(*[st.integers(0, 4)] * 4)
+
+
+@given(mine=BOX, theirs=BOX)
+def test_two_boxes_have_those_elements_in_common_that_are_in_both(
+    mine: tuple[int, ...], theirs: tuple[int, ...]
+) -> None:
+    grid = torch.arange(64).reshape(8, 8)
+    ends = (mine[0] + mine[2], mine[1] + mine[3])
+    box = grid[mine[0] : ends[0], mine[1] : ends[1]]
+    stored = grid[theirs[0] : theirs[0] + theirs[2], theirs[1] : theirs[1] + theirs[3]]
+    shared = find_shared(mine[:2], ends, Part(theirs[:2], theirs[2:], "file", 0, 0))
+    if shared is None:
+        assert not set(box.flatten().tolist()) & set(stored.flatten().tolist())
+        return
+    inside, there = shared
+    assert torch.equal(box[inside], stored[there])
+    assert set(box[inside].flatten().tolist()) == (
+        set(box.flatten().tolist()) & set(stored.flatten().tolist())
+    )
+
+
 @settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_damaged_index_is_never_a_crash(data: st.DataObject, saved: Path) -> None:
@@ -89,7 +112,7 @@ def test_damaged_index_is_never_a_crash(data: st.DataObject, saved: Path) -> Non
     content[place] = data.draw(st.integers(0, 255))
     (path / name).write_bytes(content)
     try:
-        shapes = read_shapes(path)
+        shapes = StoredTensors(path).kinds
     except CheckpointError as error:
         assert name in str(error)
     else:

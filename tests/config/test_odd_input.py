@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rapidformer.config import get_settings, parse_arguments, resolve
+from rapidformer.config import Settings, get_settings, parse_arguments, resolve
 from rapidformer.config.parse import FLAGS_VARIABLE
 from rapidformer.errors import ConfigurationError, RapidformerError
-from rapidformer.launch.hosts import load_hostfile
+from rapidformer.launch.hosts import launch_hosts
 
 _NUMBERS = ["-1e30", "nan", "9" * 5000]
 _TEXTS = ["\0", "a" * 5000, "--"]
@@ -68,7 +68,7 @@ def test_files_that_are_not_regular_are_not_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=f"--config {path} cannot be read: {reason}"):
             parse_arguments(["--config", str(path)])
         with pytest.raises(ConfigurationError, match=f"--hostfile {path} cannot be read: {reason}"):
-            load_hostfile(str(path))
+            launch_hosts([], Settings(hostfile=str(path)))
         with pytest.raises(ConfigurationError, match=f"--deepspeed {path} cannot be read: "):
             resolve(parse_arguments(["--deepspeed", str(path)]))
 

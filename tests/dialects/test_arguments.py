@@ -15,8 +15,8 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 import rapidformer
 from rapidformer import Seq2SeqTrainingArguments, TrainingArguments
-from rapidformer.config import Settings, resolve
-from rapidformer.config.schema import get_settings
+from rapidformer.config import Settings, parse_arguments, resolve
+from rapidformer.config.schema import get_settings, render_arguments
 from rapidformer.dialects.huggingface.names import HUGGING_FACE
 from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.errors import ConfigurationError
@@ -153,11 +153,14 @@ def test_sharding_and_parallelism(given: dict[str, Any], wanted: dict[str, Any])
     assert {name: getattr(settings, name) for name in wanted} == wanted
 
 
-def test_a_deepspeed_dictionary_becomes_the_runs_file(tmp_path: Path) -> None:
+def test_a_deepspeed_dictionary_is_part_of_the_settings(tmp_path: Path) -> None:
+    """So the run can be repeated from its arguments.yaml alone."""
     content = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 4}
     settings = build_settings(TrainingArguments(str(tmp_path), deepspeed=content))
-    assert settings.deepspeed == str(tmp_path / ".deepspeed.json")
-    assert json.loads(Path(settings.deepspeed).read_text()) == content
+    assert json.loads(settings.deepspeed or "") == content
+    (tmp_path / "arguments.yaml").write_text("\n".join(render_arguments(settings)))
+    repeated = parse_arguments(["--config", str(tmp_path / "arguments.yaml")])
+    assert repeated.deepspeed == settings.deepspeed
     # The file wins over a default of Hugging Face's; a value that was given must agree with it.
     assert resolve(settings).micro_batch_size == 4
     with pytest.raises(ConfigurationError, match="train_micro_batch_size_per_gpu"):

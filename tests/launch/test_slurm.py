@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rapidformer.config import parse_arguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.launch import environment
-from rapidformer.launch.environment import LaunchPlan, expand_nodelist, plan_launch, read_slurm_step
+from rapidformer.launch.environment import LaunchPlan, expand_nodelist, plan_launch, read_slurm_plan
 from tests.launch.commands import FOREIGN
 
 STEP = {
@@ -129,4 +129,4 @@ def test_shell_that_salloc_opens_is_not_a_task(slurm: pytest.MonkeyPatch) -> Non
 
 def test_variable_that_is_not_a_number_is_named() -> None:
     with pytest.raises(ConfigurationError, match="SLURM_STEP_NUM_NODES must be a whole number"):
-        read_slurm_step({**STEP, "SLURM_STEP_NUM_NODES": "two"})
+        read_slurm_plan({**STEP, "SLURM_STEP_NUM_NODES": "two"})

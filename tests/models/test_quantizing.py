@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rapidformer
-from rapidformer.checkpoint.tensors import read_shapes
+from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.config import parse_arguments
 from rapidformer.config.switches import Situation, get_switch
 from rapidformer.engine import RapidformerEngine
@@ -82,7 +82,7 @@ def test_an_adapter_of_4_bit_weights_is_saved_and_merged_in_full_precision(
     base = save_llama(tmp_path / "base")
     engine = train_quantized(base)
     checkpoint = engine.save_checkpoint(tmp_path / "run")
-    names = read_shapes(checkpoint / "state")
+    names = StoredTensors(checkpoint / "state").kinds
     assert all("lora_" in name for name in names if name.startswith("model."))
     engine.load_checkpoint(tmp_path / "run")
     engine.export(tmp_path / "adapter", merge=False)

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from rapidformer.checkpoint.loading import load_checkpoint
-from rapidformer.checkpoint.saving import save_checkpoint
 from rapidformer.cli.main import main
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.run import Model, Run
+from tests.checkpoint.run import Model, Run, save_checkpoint
 
 WIDTH = 2048
 """Wide enough that the moments of the first weight are quantized."""

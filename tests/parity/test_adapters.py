@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
-from rapidformer.checkpoint.tensors import read_shapes
+from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import RapidformerError
 from rapidformer.models.adapter_folder import replace_adapter
@@ -155,7 +155,7 @@ class Adapted:
 def test_an_adapter_resumes_on_any_layout(tmp_path: Path) -> None:
     route = [(2, {TENSOR: 2}), (2, {PIPELINE: 2})]
     check_route(Training("gpt2-lora", rows=8), route, Adapted, tmp_path, is_exported=False)
-    names = read_shapes(tmp_path / "0" / "iter_0000001" / "state")
+    names = StoredTensors(tmp_path / "0" / "iter_0000001" / "state").kinds
     assert names and all("lora" in name for name in names), "the frozen weights are left out"
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from rapidformer.checkpoint.tensors import read_shapes
+from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ModelError
 from tests.parity.harness import PADDED, PIPELINE, keep_rate, make_sgd, train
@@ -92,7 +92,7 @@ def _save_tied(folder: Path) -> None:
 
 def test_a_tied_weight_of_two_stages_is_stored_once(tmp_path: Path) -> None:
     run_in_kept_processes(_save_tied, 2, tmp_path)
-    stored = read_shapes(tmp_path / "iter_0000000" / "state")
+    stored = StoredTensors(tmp_path / "iter_0000000" / "state").kinds
     embedding, head = "model.transformer.wte.weight", "model.lm_head.weight"
     assert embedding in stored and head not in stored
     expected: Any = build_model("gpt2", layers=4)

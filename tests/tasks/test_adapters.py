@@ -72,10 +72,10 @@ def test_lora_by_flags_from_training_to_a_merged_model(
     assert said + f"{100 * trained / total:.2f} %)" in done.stderr
 
     # A checkpoint holds adapters, their optimizer state, and checksums of the base.
-    from rapidformer.checkpoint.tensors import read_shapes
+    from rapidformer.checkpoint.tensors import StoredTensors
 
     newest = run / "iter_0000004"
-    names = read_shapes(newest / "state")
+    names = StoredTensors(newest / "state").kinds
     assert all("lora" in name for name in names if name.startswith(("model.", "optimizer.")))
     assert len(json.loads((newest / "run.json").read_text())["base"]["checksums"]) > 20
 

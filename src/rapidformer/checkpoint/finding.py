@@ -10,6 +10,7 @@ them, and deleted once the new branch has its first checkpoint.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ PREVIOUS = "previous"
 REPLACED = ".replaced"
 """A whole earlier run, until the new one has a checkpoint."""
 ABANDONED = ".abandoned"
+_SETTING = re.compile(r"(?:# )?(\w+): (.*)")
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -84,6 +86,18 @@ def read_arguments(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def list_arguments(folder: Path) -> Iterator[list[str]]:
+    """Section, name, value and origin of each setting, as ``arguments.yaml`` shows them."""
+    path, section = folder / ARGUMENTS_FILE, ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    for line in text.splitlines():
+        shown, _, origin = line.rpartition(" # ")
+        if match := _SETTING.fullmatch(shown.strip()):
+            yield [section, match[1], match[2].strip(), origin]
+        elif line.startswith("# "):
+            section = line[2:]
 
 
 def abandon_later(folder: Path, step: int, results: Iterable[str] = ()) -> None:

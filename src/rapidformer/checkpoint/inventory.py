@@ -47,7 +47,7 @@ class CheckpointEntry:
     state: str
     """``complete``, ``damaged``, ``in progress`` or ``abandoned``."""
     problem: str | None
-    size: int
+    bytes: int
     modified: float
     loss: float | None = None
     """The last training loss that was logged before it was saved."""
@@ -66,12 +66,11 @@ class RunEntry:
     step: int | None
     train_iters: int | None
     """Where it was to end; None if its checkpoints do not say."""
-    size: int
+    bytes: int
     modified: float
     loss: float | None
-    best_metric: str | None
-    best_value: float | None
-    best_step: int | None
+    best: dict[str, Any] | None
+    """The best evaluation: its ``metric``, ``value`` and ``step``."""
     checkpoints: list[CheckpointEntry]
 
 
@@ -160,8 +159,8 @@ def _describe_run(folder: Path) -> RunEntry:
         path=folder, state=_judge_run(folder, newest_first, is_running, is_short=is_short),
         step=max((step for step in steps if step is not None), default=None),
         train_iters=planned if isinstance(planned, int) else None,
-        size=_measure(folder), modified=max(times) or _get_time(folder), loss=metrics.loss,
-        **_find_best(folder, extra, metrics),
+        bytes=_measure(folder), modified=max(times) or _get_time(folder), loss=metrics.loss,
+        best=_find_best(folder, extra, metrics),
         checkpoints=[*staged, *newest_first, *abandoned],
     )  # fmt: skip
 
@@ -194,7 +193,7 @@ def _describe_checkpoint(
     step = _get_step(folder)
     yield CheckpointEntry(
         path=folder, step=step, state="damaged" if problem else state or "complete",
-        problem=problem, size=size, modified=modified, loss=metrics.losses.get(step or 0),
+        problem=problem, bytes=size, modified=modified, loss=metrics.losses.get(step or 0),
         metrics=metrics.evaluations.get(step or 0, {}),
     )  # fmt: skip
 
@@ -205,7 +204,7 @@ def _describe_staged(folder: Path, *, is_running: bool) -> CheckpointEntry:
         path=folder, step=_get_step(folder.with_name(name)),
         state="in progress" if is_running else "abandoned",
         problem=None if is_running else "its save was interrupted; the next start removes it",
-        size=_measure(folder), modified=_get_time(folder),
+        bytes=_measure(folder), modified=_get_time(folder),
     )  # fmt: skip
 
 
@@ -229,18 +228,15 @@ def _read_extra(checkpoints: list[CheckpointEntry]) -> dict[str, Any]:
     return extra if isinstance(extra, dict) else {}
 
 
-def _find_best(folder: Path, extra: dict[str, Any], metrics: RunMetrics) -> dict[str, Any]:
-    """The best evaluation: `.run.json` has its step, checkpoints have the metric's name."""
+def _find_best(folder: Path, extra: dict[str, Any], metrics: RunMetrics) -> dict[str, Any] | None:
+    """`.run.json` has its step, checkpoints have the metric's name."""
     progress = extra.get("progress")
     name = progress.get("best_metric") if isinstance(progress, dict) else None
     step = read_json(folder / RUN_FILE, or_nothing=True).get("best_step")
-    if not isinstance(step, int):
-        return {"best_metric": None, "best_value": None, "best_step": None}
-    results = metrics.evaluations.get(step, {})
+    results = metrics.evaluations.get(step, {}) if isinstance(step, int) else {}
     # The first checkpoint of a run may come after its first evaluation.
     metric = name if name in results else next(iter(results), None)
-    value, best_step = results.get(metric or ""), step if metric else None
-    return {"best_metric": metric, "best_value": value, "best_step": best_step}
+    return {"metric": metric, "value": results[metric], "step": step} if metric else None
 
 
 def _get_time(path: Path) -> float:

@@ -32,8 +32,9 @@ from rapidformer.checkpoint.state import (
     set_random_states,
 )
 from rapidformer.checkpoint.tensors import check_counter, load_named, read_saved_shapes
+from rapidformer.checkpoint.writing import run_on_first
 from rapidformer.compat.torch_optimizers import get_saved_rates, set_position
-from rapidformer.dist.collectives import broadcast_object, gather_from_stages
+from rapidformer.dist.collectives import gather_from_stages
 from rapidformer.dist.topology import Topology
 from rapidformer.errors import CheckpointError
 from rapidformer.log import get_logger, warn
@@ -85,29 +86,28 @@ def check_checkpoint(folder: Path) -> None:
 
 def choose_complete(source: Path) -> Path:
     """The checkpoint to load, checked by rank 0: the one that was named, or a run's newest."""
-    chosen: Path | None = None
-    problem = f"{source} holds no checkpoint (no iter_… folder)."
-    if get_rank() == 0:
-        newest = find_checkpoint(source)
-        older = [] if newest in (None, source) else find_checkpoints(source)[::-1]
-        for folder in dict.fromkeys([newest, *older] if newest else []):
-            try:
-                check_checkpoint(folder)
-            except CheckpointError as reason:
-                problem = str(reason)
-                get_logger().warning("%s", reason)
-                continue
-            chosen = folder
-            break
-        if chosen is None and older:
-            problem = (
-                f"none of the checkpoints in {source} is complete; the oldest: {problem} Start "
-                "again in another --save folder, or replace this run with --overwrite."
-            )
-    chosen, problem = broadcast_object((chosen, problem))
-    if chosen is None:
-        raise CheckpointError(problem)
-    return chosen
+    return run_on_first(lambda: _find_complete(source), source)
+
+
+def _find_complete(source: Path) -> Path:
+    newest = find_checkpoint(source)
+    if newest is None:
+        raise CheckpointError(f"{source} holds no checkpoint (no iter_… folder).")
+    older = [] if newest == source else find_checkpoints(source)[::-1]
+    problem = ""
+    for folder in dict.fromkeys([newest, *older]):
+        try:
+            check_checkpoint(folder)
+            return folder
+        except CheckpointError as reason:
+            problem = str(reason)
+            get_logger().warning("%s", reason)
+    if older:
+        problem = (
+            f"none of the checkpoints in {source} is complete; the oldest: {problem} Start "
+            "again in another --save folder, or replace this run with --overwrite."
+        )
+    raise CheckpointError(problem)
 
 
 def _restore_schedule(state: TrainingState, saved: dict[str, Any]) -> None:
@@ -163,10 +163,10 @@ def _load_tensors(
     left_out = _compare(folder, tensors, state.topology, allows_partial=allows_partial)
     if gathered is not None:
         for part in gathered.iterate_parts(tensors):
-            load_named(part, folder, state.topology)
+            load_named(part, folder)
             gathered.put(part)
         return
-    load_named(tensors, folder, state.topology)
+    load_named(tensors, folder)
     model_part: dict[str, Any] = {
         name.removeprefix(_MODEL): t for name, t in tensors.items() if name.startswith(_MODEL)
     }

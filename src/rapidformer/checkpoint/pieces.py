@@ -1,33 +1,39 @@
-"""What each rank writes of the tensors, as ``torch.distributed.checkpoint`` plans it.
+"""What each rank holds of the tensors, and what it writes of them to a file of its own.
 
-Also an index for torch's own tools, ``state/.metadata``, which is never read here.
+The model's weights may go to safetensors files that ``from_pretrained`` reads. They are the only
+copy of the weights: the index of the tensors leads into these files. Every rank writes one, of
+whole tensors: what is split over ranks is joined on one of them, in turn. Without such files, there
+is an index for torch's own tools, ``state/.metadata``, which is never read here.
 """
 
 from __future__ import annotations
 
+import json
 import pickle
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
 
 from rapidformer.checkpoint.index import Entry, Index, Part, Sizes, is_model_file, write_index
 from rapidformer.checkpoint.publish import Digest, HashedFile
+from rapidformer.checkpoint.state import get_rank
 from rapidformer.compat.torch_distributed import build_place, find_offset
-from rapidformer.compat.torch_tensors import build_shell
-from rapidformer.dist.collectives import gather_on_first, scatter_from_first
-from rapidformer.dist.whole import find_strided_axis
+from rapidformer.dist.collectives import gather_from_all
+from rapidformer.dist.whole import find_strided_axis, get_shard, join_whole
+from rapidformer.models.weight_files import name_dtype
+
+_PREFIX = "model."
 
 
 @dataclass(kw_only=True)
 class Piece:
-    """A part of a tensor that this rank writes."""
+    """A part of a tensor that this rank holds."""
 
     name: str
     shape: Sizes
@@ -36,22 +42,51 @@ class Piece:
     data: torch.Tensor
 
 
-def plan_pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
-    """What this rank writes of its tensors, sharing their memory; every rank must call this."""
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    whole: dict[str, Any] = {name: split_strided(tensor) for name, tensor in tensors.items()}
-    planner.set_up_planner(whole)
-    plans = gather_on_first(planner.create_local_plan())
-    if plans is not None:
-        plans, _ = planner.create_global_plan(plans)
-    plan = planner.finish_plan(scatter_from_first(plans))
+def cut(name: str, tensor: torch.Tensor) -> list[Piece]:
+    """The parts of a tensor that this rank holds; they share its memory."""
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return [Piece(name=name, shape=shape, offsets=(0,) * len(shape), data=tensor.detach())]
+    mesh, own, placements = tensor.device_mesh, get_shard(tensor).detach(), list(tensor.placements)
+    if mesh.get_coordinate() is None:
+        return []
+    axis = find_strided_axis(tensor)
+    if axis is None:
+        offsets = find_offset(tensor.shape, mesh, placements)
+        return [Piece(name=name, shape=shape, offsets=offsets, data=own)]
+    # A fused weight (query, key and value side by side) is split by heads, so each rank has a piece
+    # of each part.
+    strided: Any = placements[axis]
+    placements[axis] = Replicate()
+    start = find_offset(tensor.shape, mesh, placements)
+    dim, parts, rank = strided.dim, strided.split_factor, mesh.get_local_rank(axis)
     pieces = []
-    for item in plan.items:
-        data, place = planner.resolve_data(item), item.tensor_data
-        assert isinstance(data, torch.Tensor) and place is not None
-        shape, offsets = tuple(place.size), tuple(place.chunk.offsets)
-        pieces.append(Piece(name=item.index.fqn, shape=shape, offsets=offsets, data=data.detach()))
+    for part, data in enumerate(own.chunk(parts, dim)):
+        place = part * (shape[dim] // parts) + rank * data.shape[dim]
+        offsets = (*start[:dim], place, *start[dim + 1 :])
+        pieces.append(Piece(name=name, shape=shape, offsets=offsets, data=data))
     return pieces
+
+
+def plan_pieces(tensors: dict[str, torch.Tensor]) -> list[Piece]:
+    """What this rank writes of its tensors; every rank must call this.
+
+    Of a piece that several ranks hold, one with little to write so far.
+    """
+    held = [piece for name, tensor in tensors.items() for piece in cut(name, tensor)]
+    everyone = gather_from_all([(one.name, one.offsets, one.data.nbytes) for one in held])
+    holders: dict[tuple[str, Sizes, int], list[int]] = defaultdict(list)
+    for rank, keys in enumerate(everyone):
+        for key in keys:
+            holders[key].append(rank)
+    loads: Counter[int] = Counter()
+    mine: set[tuple[str, Sizes]] = set()
+    for (name, offsets, size), ranks in holders.items():
+        writer = min(ranks, key=loads.__getitem__)
+        loads[writer] += size
+        if writer == get_rank():
+            mine.add((name, offsets))
+    return [piece for piece in held if (piece.name, piece.offsets) in mine]
 
 
 def write_pieces(
@@ -81,86 +116,12 @@ def finish_tensors(indexes: Iterable[Index], folder: Path) -> Index:
             joined.setdefault(name, replace(entry, parts=[])).parts.extend(entry.parts)
     write_index(joined, folder)
     if not any(is_model_file(part.file) for entry in joined.values() for part in entry.parts):
-        write_torch_index(joined, folder)  # torch's own tools read no other files
+        # torch's own tools read no other files.
+        (folder / ".metadata").write_bytes(pickle.dumps(_to_metadata(joined), protocol=4))
     return joined
 
 
-# ---- tensors of which a rank holds several separate pieces ---------------------------------------
-#
-# A fused weight (query, key and value side by side) is split by heads, so each rank has a piece of
-# each part. torch's checkpoints treat a DTensor as one piece; here its pieces are listed one by
-# one, and the file looks as if one process had written it.
-
-
-def split_strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as its pieces, which share its memory; any other tensor unchanged."""
-    axis = find_strided_axis(tensor)
-    if axis is None:
-        return tensor
-    assert isinstance(tensor, DTensor)
-    placement: Any = tensor.placements[axis]
-    dim, parts = placement.dim, placement.split_factor
-    mesh = tensor.device_mesh
-    others = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
-    start = find_offset(tensor.shape, mesh, others)
-    width = tensor.shape[dim] // parts
-    pieces: dict[torch.Size, torch.Tensor] = {}
-    for part, data in enumerate(tensor.to_local().detach().chunk(parts, dim)):
-        offsets = list(start)
-        offsets[dim] = part * width + mesh.get_local_rank(axis) * data.shape[dim]
-        pieces[torch.Size(offsets)] = data
-    return _PiecewiseTensor(tensor.shape, pieces)
-
-
-class _PiecewiseTensor(torch.Tensor):
-    """What torch's checkpoints ask of a tensor, and nothing else."""
-
-    _pieces: dict[torch.Size, torch.Tensor]
-    """By their offsets."""
-
-    @staticmethod
-    def __new__(
-        cls: Any, shape: torch.Size, pieces: dict[torch.Size, torch.Tensor]
-    ) -> _PiecewiseTensor:
-        self: _PiecewiseTensor = build_shell(cls, shape, next(iter(pieces.values())))
-        self._pieces = pieces
-        return self
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__()
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        raise NotImplementedError(f"{func} on a tensor that is only there to be saved or loaded")
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=metadata.MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=metadata.TensorProperties.create_from_tensor(data),
-                    size=self.size(),
-                ),
-            )
-            for chunk, data in zip(self.__create_chunk_list__(), self._pieces.values(), strict=True)
-        ]
-
-    def __create_chunk_list__(self) -> list[metadata.ChunkStorageMetadata]:
-        return [
-            metadata.ChunkStorageMetadata(offsets=offsets, sizes=data.size())
-            for offsets, data in self._pieces.items()
-        ]
-
-    def __get_tensor_shard__(self, index: metadata.MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self._pieces[index.offset]
-
-
-def to_metadata(index: Index) -> metadata.Metadata:
+def _to_metadata(index: Index) -> metadata.Metadata:
     """The index as torch's checkpoints know it."""
     return metadata.Metadata(
         state_dict_metadata={
@@ -185,6 +146,73 @@ def to_metadata(index: Index) -> metadata.Metadata:
     )
 
 
-def write_torch_index(index: Index, folder: Path) -> None:
-    """Write the index for torch's own tools."""
-    (folder / ".metadata").write_bytes(pickle.dumps(to_metadata(index), protocol=4))
+# ---- the model's own files -----------------------------------------------------------------------
+
+
+def join_weights(tensors: dict[str, torch.Tensor]) -> None:
+    """Make split weights whole, each in one rank's host memory; every rank must call this."""
+    weights = [(name, t) for name, t in tensors.items() if name.startswith(_PREFIX)]
+    for number, (name, tensor) in enumerate(weights):
+        if isinstance(tensor, DTensor):
+            ranks = tensor.device_mesh.mesh.flatten().tolist()
+            whole = join_whole(tensor)
+            del tensors[name]
+            if get_rank() == ranks[number % len(ranks)]:
+                tensors[name] = whole.cpu()
+
+
+def belongs_to_model(piece: Piece) -> bool:
+    """Whether a piece is a whole weight, of a type that safetensors has."""
+    is_whole = tuple(piece.data.shape) == piece.shape
+    return piece.name.startswith(_PREFIX) and is_whole and name_dtype(piece.data.dtype) is not None
+
+
+def name_model_file(rank: int, world_size: int) -> str:
+    """The file that a rank writes."""
+    return (
+        "model.safetensors"
+        if world_size == 1
+        else f"model-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+    )
+
+
+def write_model_file(
+    pieces: Sequence[Piece], path: Path, check: Callable[[], None] = lambda: None
+) -> tuple[Index, Digest]:
+    """Write whole weights under their own names; ``check`` may raise between two of them."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.data.nbytes
+        header[piece.name.removeprefix(_PREFIX)] = {
+            "dtype": name_dtype(piece.data.dtype),
+            "shape": piece.shape,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    index: Index = {}
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for piece in pieces:
+            check()
+            data = piece.data.detach().cpu().as_subclass(torch.Tensor).contiguous()
+            part = Part(piece.offsets, piece.shape, f"../{path.name}", file.tell(), data.nbytes)
+            index[piece.name] = Entry(data.dtype, piece.shape, [part])
+            file.write(data.reshape(-1).view(torch.uint8).numpy())
+    return index, file.digest
+
+
+def write_weight_map(index: Index, folder: Path) -> None:
+    """Say which weight is in which of several files, as ``from_pretrained`` wants it."""
+    parts = {
+        name.removeprefix(_PREFIX): entry.parts[0]
+        for name, entry in sorted(index.items())
+        if is_model_file(entry.parts[0].file)
+    }
+    content = {
+        "metadata": {"total_size": sum(part.length for part in parts.values())},
+        "weight_map": {name: Path(part.file).name for name, part in parts.items()},
+    }
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(content, indent=1), encoding="utf-8")

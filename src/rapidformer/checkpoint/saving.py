@@ -24,14 +24,17 @@ from torch.distributed.tensor import DTensor
 from rapidformer.checkpoint.finding import FORMAT, RUN, TRACKER, find_checkpoints, name_checkpoint
 from rapidformer.checkpoint.frozen import compute_base_checksums, find_frozen
 from rapidformer.checkpoint.index import Index
-from rapidformer.checkpoint.model_files import (
+from rapidformer.checkpoint.pieces import (
+    Piece,
     belongs_to_model,
+    finish_tensors,
     join_weights,
     name_model_file,
+    plan_pieces,
     write_model_file,
+    write_pieces,
     write_weight_map,
 )
-from rapidformer.checkpoint.pieces import Piece, finish_tensors, plan_pieces, write_pieces
 from rapidformer.checkpoint.publish import (
     Digest,
     HashedFile,
@@ -175,15 +178,6 @@ class Save:
             return failure
         reason = f"rank {get_rank()} failed with {type(failure).__name__}: {failure}"
         return WriteError(str(self.folder), reason)
-
-
-def save_checkpoint(
-    folder: Path, state: TrainingState, extra: dict[str, Any], **options: Any
-) -> Path:
-    """Write a checkpoint of the current step; it is published complete, its name last."""
-    save = prepare_save(folder, state, extra, **options)
-    save.write()
-    return save.target
 
 
 def prepare_save(

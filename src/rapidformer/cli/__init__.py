@@ -23,8 +23,5 @@ COMMANDS = {
 """What each sub-command does; its module of this package has a ``run``."""
 DISTRIBUTED = frozenset({"train", "evaluate", "predict"})
 """Take the flags of a run, and start one process per GPU."""
-OWN_FLAGS = frozenset({
-    "preprocess", "data", "launch", "config", "verify", "bench", "plan", "sweep", "runs", "check",
-    "export", "plot", "report",
-})  # fmt: skip
+OWN_FLAGS = COMMANDS.keys() - DISTRIBUTED - {"explain", "tasks"}
 """Have their own flags, and therefore their own help."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,10 +22,10 @@ from rapidformer.benchmarking.job import (
 from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import (
     ChildRuns,
-    find_job,
+    Train,
     find_run_problems,
     start_run,
-    write_output_to,
+    take_part,
 )
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import Situation, get_switch
@@ -47,8 +46,7 @@ _SECONDS = 5.0
 
 def run(argv: list[str]) -> None:
     """Measure and print; in a process of one of the runs, run it."""
-    if (job := find_job(JOB_VARIABLE, Job)) is not None:
-        _work(job, argv)
+    if take_part(JOB_VARIABLE, Job, argv, _measure):
         return
     options, words = _build_parser().read_run(argv)
     command = read_flags(words)
@@ -191,17 +189,10 @@ class _Benchmark(ChildRuns):
         return result
 
 
-def _work(job: Job, words: list[str]) -> None:
-    """In a process of a run: train as ``rapidformer train`` would, and save what was measured."""
-    rank = int(os.environ["RANK"])
-    write_output_to(Path(job.folder) / f"{job.name}_{rank}.log")
+def _measure(job: Job, train: Train) -> Result:
     from rapidformer.benchmarking.benched_run import measure_run, measure_trainer
-    from rapidformer.cli.train import run as train
-    from rapidformer.dist.processes import stop_processes
 
-    measure = measure_trainer if job.peer else measure_run
-    measure(job, lambda: train(read_flags(words))).save(job.get_path(rank))
-    stop_processes()
+    return (measure_trainer if job.peer else measure_run)(job, train)
 
 
 def _describe_run(result: Result, processes: int) -> str:

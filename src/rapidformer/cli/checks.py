@@ -15,7 +15,7 @@ from rapidformer.config.derive import is_launched
 from rapidformer.config.parse import CommandLine
 from rapidformer.config.validate import find_problems
 from rapidformer.data.heads import take_head
-from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.launch.environment import LaunchPlan, count_gpus, plan_launch
 from rapidformer.tasks.rows.preflight import find_task_problems
 
@@ -33,7 +33,8 @@ def check_command(name: str, command: CommandLine) -> tuple[Settings, LaunchPlan
         args = args.replace("--stream or --chat", nproc_per_node=ranks)
     plan = plan_launch(args)
     if plan.nodes == 1:
-        problems += _find_setting_problems(args, plan.world_size)
+        with collecting(problems):
+            resolve(args, world_size=plan.world_size)
     else:
         # Nodes may differ in their number of processes, and batch sizes depend on their sum.
         problems += find_problems(args.replace("the launch", world_size=plan.world_size))
@@ -68,7 +69,8 @@ def check_call(
     world_size = int(os.environ["WORLD_SIZE"]) if is_launched() else 1
     split = "train" if name == "train" else args.eval_split
     rows = None if data is None or setting else take_head(data, split)
-    problems += _find_setting_problems(args, world_size)
+    with collecting(problems):
+        resolve(args, world_size=world_size)
     problems += _find_other_problems(name, args, problems, rows)
     raise_problems(problems)
     return args
@@ -79,19 +81,9 @@ def _choose_model(name: str, args: Settings, problems: list[str]) -> Settings:
     if name == "predict":
         args = name_input_files(args)
     if name in DISTRIBUTED:
-        try:
+        with collecting(problems):
             args = choose_run_model(args, name)
-        except RapidformerError as error:
-            problems.append(str(error))
     return args
-
-
-def _find_setting_problems(args: Settings, world_size: int) -> list[str]:
-    try:
-        resolve(args, world_size=world_size)
-    except ConfigurationError as error:
-        return error.problems
-    return []
 
 
 def _find_other_problems(

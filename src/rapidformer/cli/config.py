@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser
 from rapidformer.config import get_settings
 from rapidformer.config.switches import SWITCHES, to_flag
 from rapidformer.dialects.accelerate.file import START, ask_as_accelerate, check, check_number
@@ -55,7 +55,7 @@ class _Questions:
 
 
 def run(argv: list[str]) -> None:
-    options = vars(_build_parser().parse_args(with_dashes(argv)))
+    options = vars(_build_parser().parse_args(argv))
     path = Path(options.pop("output")).expanduser()
     is_overwriting, takes_defaults = options.pop("overwrite"), options.pop("yes")
     if path.exists() and not is_overwriting:

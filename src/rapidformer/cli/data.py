@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser
 from rapidformer.cli.preprocess import TOKENIZER
 from rapidformer.errors import DataError, raise_problems
 from rapidformer.errors import count as counted
@@ -36,7 +36,7 @@ def run(argv: list[str]) -> None:
 
         show(argv[1:])
         return
-    options = _build_parser().parse_args(with_dashes(argv))
+    options = _build_parser().parse_args(argv)
     options.function(options)
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser
 from rapidformer.config import Settings, parse_arguments, resolve
 from rapidformer.errors import ConfigurationError, DataError, raise_problems
 from rapidformer.log import configure_logging
@@ -54,7 +54,7 @@ def build_parser() -> CommandParser:
 
 def run(argv: list[str]) -> None:
     """Prepare the data as training would, and print its first rows."""
-    options, words = build_parser().parse_known_args(with_dashes(argv))
+    options, words = build_parser().parse_known_args(argv)
     args = _read_settings(options, words)
     from rapidformer.tasks.registry import get_task
 

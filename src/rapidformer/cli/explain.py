@@ -7,7 +7,7 @@ import sys
 from rapidformer.config import Settings, parse_arguments, resolve
 from rapidformer.config.explain import Answer, explain, render
 from rapidformer.config.switches import Situation
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.launch.environment import count_gpus
 
 _STYLES = {"on": "green", "off": "yellow", "not applicable": "dim"}
@@ -21,21 +21,19 @@ def run(argv: list[str]) -> None:
         _show(answers)
     else:
         sys.stdout.writelines(f"{line}\n" for line in render(answers))
-    if problems is not None:
-        raise problems
+    raise_problems(problems)
 
 
-def read_run(argv: list[str]) -> tuple[Settings, Situation, ConfigurationError | None]:
+def read_run(argv: list[str]) -> tuple[Settings, Situation, list[str]]:
     """Settings, device and ranks of the run that these flags would start here."""
     args = parse_arguments(argv)
     gpus = count_gpus() if args.device != "cpu" else 0
     device = "cuda" if args.device == "cuda" or gpus else "cpu"
     ranks = (args.nproc_per_node or max(gpus, 1)) * (args.nnodes or 1)
-    args, problems = args.replace("derived: the ranks of this run", world_size=ranks), None
-    try:
+    args = args.replace("derived: the ranks of this run", world_size=ranks)
+    problems: list[str] = []
+    with collecting(problems):
         args = resolve(args, world_size=ranks)
-    except ConfigurationError as error:
-        problems = error
     # What auto means is known on the device; a GPU that has no bf16 is older than any we tried.
     asked = args.mixed_precision or ("fp16" if args.fp16 else "bf16" if args.bf16 else "fp32")
     precision = ("bf16" if device == "cuda" else None) if asked == "auto" else asked

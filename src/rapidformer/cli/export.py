@@ -11,7 +11,7 @@ from argparse import BooleanOptionalAction
 from dataclasses import asdict
 from pathlib import Path
 
-from rapidformer.cli.own_flags import CommandParser, with_dashes
+from rapidformer.cli.own_flags import CommandParser
 from rapidformer.errors import ConfigurationError
 from rapidformer.log import configure_logging
 from rapidformer.run_events import append_event, find_run
@@ -24,7 +24,7 @@ writes a language model for llama.cpp and Ollama, --format onnx an encoder for o
 
 
 def run(argv: list[str]) -> None:
-    args = _build_parser().parse_args(with_dashes(argv))
+    args = _build_parser().parse_args(argv)
     checkpoint, out = args.checkpoint or args.load, args.out or args.save
     if args.load and args.checkpoint and not args.out:  # export --load RUN OUT
         checkpoint, out = args.load, out or args.checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,10 +42,9 @@ def read_input(args: Settings) -> Sequence[Row]:
 
 
 def _is_data_file(text: str) -> bool:
-    try:
-        return get_format(Path(text)) is not None and Path(text).expanduser().is_file()
-    except OSError:  # a long text is not a file name
-        return False
+    # Not with Path: a long text is not a file name.
+    is_file = os.path.isfile(os.path.expanduser(text))  # noqa: PTH111, PTH113
+    return is_file and get_format(Path(text)) is not None
 
 
 def _read_lines(lines: Iterable[str], place: str) -> list[Row]:

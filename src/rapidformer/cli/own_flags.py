@@ -28,7 +28,16 @@ class CommandParser(argparse.ArgumentParser):
         if not argv:
             self.print_help()
             raise HelpShownError
-        return self.parse_known_args(with_dashes(argv))
+        return self.parse_known_args(argv)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Accept --output_prefix for --output-prefix."""
+        flags = ((word, *word.partition("=")) for word in args or ())
+        spelt = [
+            name.replace("_", "-") + equals + value if word.startswith("--") else word
+            for word, name, equals, value in flags
+        ]
+        return super().parse_known_args(spelt, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}\n{self.format_usage().rstrip()}")
@@ -40,12 +49,3 @@ class CommandParser(argparse.ArgumentParser):
 def say(text: str) -> None:
     """Print a line for the user, beside the command's output."""
     print(text, file=sys.stderr, flush=True)
-
-
-def with_dashes(words: list[str]) -> list[str]:
-    """Accept --output_prefix for --output-prefix."""
-    spelt = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        spelt.append(name.replace("_", "-") + equals + value if word.startswith("--") else word)
-    return spelt

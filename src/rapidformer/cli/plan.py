@@ -13,7 +13,7 @@ from rapidformer.cli.run_output import find_flag_problems
 from rapidformer.config import Settings, resolve
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.sections import AccelerationArguments, LaunchArguments
-from rapidformer.errors import ConfigurationError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.launch.environment import count_gpus, plan_launch
 from rapidformer.planning.devices import (
     DEVICES,
@@ -86,11 +86,10 @@ def _check(command: CommandLine, options: Any) -> tuple[Settings, Cluster]:
     cluster = _find_cluster(args, options)
     if args.user_script is None:
         problems += find_task_problems(args, "train", 0, None)
-    try:
+    found: list[str] = []
+    with collecting(found):
         args = resolve(args, world_size=cluster.count)
-    except ConfigurationError as error:
-        problems += [problem for problem in error.problems if problem not in problems]
-    raise_problems(problems)
+    raise_problems(list(dict.fromkeys([*problems, *found])))
     return args, cluster
 
 

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.cli.own_flags import with_dashes
-from rapidformer.config.parse import Parser
+from rapidformer.cli.own_flags import CommandParser
 from rapidformer.config.switches import to_flag
-from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.nearest import find_nearest
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def run(argv: list[str]) -> None:
 
 
 def _build_parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = CommandParser(
         prog="rapidformer preprocess",
         usage="rapidformer preprocess --input FILE ... --output-prefix PREFIX [flags]",
         description="Turn a corpus into the .bin/.idx files that pre-training reads.",
@@ -137,7 +136,7 @@ def _build_parser() -> argparse.ArgumentParser:
 def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The given values, and what is wrong with the flags themselves."""
     known = parser._option_string_actions
-    namespace, unknown = parser.parse_known_args(with_dashes(argv))
+    namespace, unknown = parser.parse_known_args(argv)
     texts = vars(namespace)
     problems = [_describe_unknown(word, known) for word in unknown if word.startswith("-")]
     if unknown and not problems:
@@ -202,12 +201,8 @@ def _build(values: dict[str, Any], problems: list[str]) -> tuple[PreprocessSetti
         part_bytes=None if "part_megabytes" not in values else int(values["part_megabytes"] * 1e6),
         **{name: value for name, value in rest.items() if name not in TOKENIZER},
     )
-    try:
+    with collecting(problems):
         tokenizer = build_tokenizer(**{name: rest[name] for name in TOKENIZER if name in rest})
-    except ConfigurationError as error:
-        problems += error.problems
-    except RapidformerError as error:
-        problems.append(str(error))
     reported = {problem.split()[0] for problem in problems}  # a flag without its value
     for problem in find_problems(settings):
         if " is missing:" not in problem or problem.split()[0] not in reported:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rapidformer.compat.patches import variables
 from rapidformer.config import Settings
 from rapidformer.config.derive import is_launched
-from rapidformer.config.parse import CommandLine
+from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.sections import LaunchArguments
 from rapidformer.errors import RapidformerError
 from rapidformer.launch.environment import LaunchPlan, count_gpus
 from rapidformer.tasks.rows.preflight import find_task_problems
 
-Job = TypeVar("Job")
+Train = Callable[[], None]
 
 
 @dataclass
@@ -57,10 +58,26 @@ def find_run_problems(command: CommandLine, verb: str) -> list[str]:
     return problems
 
 
-def find_job(variable: str, kind: type[Job]) -> Job | None:
-    """What ``start_run`` has started this process for, if it has."""
-    is_child = variable in os.environ and is_launched()
-    return kind(**json.loads(os.environ[variable])) if is_child else None
+def take_part(
+    variable: str, kind: type[Any], words: list[str], measure: Callable[[Any, Train], Any]
+) -> bool:
+    """Train, and save what was measured, if ``start_run`` has started this process for that."""
+    if variable not in os.environ or not is_launched():
+        return False
+    job, rank = kind(**json.loads(os.environ[variable])), int(os.environ["RANK"])
+    # The output is of interest only if the run fails.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    path = job.get_path(rank).with_suffix(".log")
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    from rapidformer.cli.train import run as train
+    from rapidformer.dist.processes import stop_processes
+
+    measure(job, lambda: train(read_flags(words))).save(job.get_path(rank))
+    stop_processes()
+    return True
 
 
 def start_run(
@@ -78,12 +95,3 @@ def start_run(
     except RapidformerError as error:
         error.args = (f"{error}\n{note}",)
         raise
-
-
-def write_output_to(path: Path) -> None:
-    """Send the run's output to a file, which is of interest only if the run fails."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)

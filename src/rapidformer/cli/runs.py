@@ -45,8 +45,8 @@ def run(argv: list[str]) -> None:
     if options.json:
         content = {
             "folder": str(folder), "verified": False, "unreadable": inventory.unreadable,
-            "runs": list(map(_run_to_json, inventory.runs)),
-            "checkpoints": list(map(_checkpoint_to_json, inventory.checkpoints)),
+            "runs": list(map(_to_json, inventory.runs)),
+            "checkpoints": list(map(_to_json, inventory.checkpoints)),
         }  # fmt: skip
         sys.stdout.write(format_json(content, indent=1) + "\n")
     else:
@@ -91,29 +91,12 @@ def _show(inventory: Inventory, *, shows_all: bool) -> None:
         sys.stderr.write(unreadable + "\n")
 
 
-def _run_to_json(run: RunEntry) -> dict[str, Any]:
-    best = {"metric": run.best_metric, "value": run.best_value, "step": run.best_step}
-    return {
-        "path": str(run.path), "state": run.state, "step": run.step,
-        "train_iters": run.train_iters, "loss": run.loss,
-        "best": best if run.best_value is not None else None, **_size_to_json(run),
-        "checkpoints": [_checkpoint_to_json(entry) for entry in run.checkpoints],
-    }  # fmt: skip
-
-
-def _checkpoint_to_json(entry: CheckpointEntry) -> dict[str, Any]:
-    return {
-        "path": str(entry.path), "state": entry.state, "problem": entry.problem,
-        "step": entry.step, "loss": entry.loss, "metrics": entry.metrics, **_size_to_json(entry),
-    }  # fmt: skip
-
-
-def _size_to_json(entry: RunEntry | CheckpointEntry) -> dict[str, Any]:
-    return {
-        "bytes": entry.size,
-        "modified": entry.modified,
-        "age_seconds": round(max(time.time() - entry.modified, 0), 1),
-    }
+def _to_json(entry: RunEntry | CheckpointEntry) -> dict[str, Any]:
+    age = round(max(time.time() - entry.modified, 0), 1)
+    content = {**vars(entry), "path": str(entry.path), "age_seconds": age}
+    if isinstance(entry, RunEntry):
+        content["checkpoints"] = list(map(_to_json, entry.checkpoints))
+    return content
 
 
 @dataclass(frozen=True)
@@ -132,14 +115,14 @@ def list_rows(inventory: Inventory, *, shows_all: bool) -> list[Row]:
     for one in inventory.runs:
         is_folder = one.path == inventory.folder
         name = one.path.resolve().name if is_folder else one.path.relative_to(inventory.folder)
-        value = one.best_value
-        best = "" if value is None else f"best {one.best_metric} {_format_number(value)}"
-        rows.append(Row(str(name), _format_cells(one, best), one.state, is_run=True))
+        best = one.best or {}
+        shown_best = f"best {best['metric']} {_format_number(best['value'])}" if best else ""
+        rows.append(Row(str(name), _format_cells(one, shown_best), one.state, is_run=True))
         shown = one.checkpoints if shows_all else one.checkpoints[:_SHOWN]
         for entry in shown:
             # Staging folders and folders of abandoned checkpoints say so in the last column.
             name = "  " + entry.path.name[entry.path.name.find("iter_") :]
-            rows.append(_describe_checkpoint(entry, name, one.best_metric))
+            rows.append(_describe_checkpoint(entry, name, best.get("metric")))
         if hidden := one.checkpoints[len(shown) :]:
             damaged = sum(entry.state == "damaged" for entry in hidden)
             state = f"{damaged} damaged" if damaged else ""
@@ -198,7 +181,7 @@ def _format_cells(entry: RunEntry | CheckpointEntry, metric: str) -> dict[str, s
         step += f" of {entry.train_iters}"
     return {
         "step": step, "loss": _format_number(entry.loss), "metric": metric,
-        "size": format_size(entry.size), "age": _format_age(entry.modified),
+        "size": format_size(entry.bytes), "age": _format_age(entry.modified),
     }  # fmt: skip
 
 

@@ -20,7 +20,12 @@ from rapidformer.cli.checks import check_command
 from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import find_flag_problems
 from rapidformer.config.parse import CommandLine, read_flags
-from rapidformer.errors import ConfigurationError, RapidformerError, raise_problems
+from rapidformer.errors import (
+    ConfigurationError,
+    RapidformerError,
+    collecting,
+    raise_problems,
+)
 from rapidformer.foreign_names import get_foreign_flags
 from rapidformer.launch.environment import count_gpus
 from rapidformer.launch.worker import PARENT_VARIABLE
@@ -53,10 +58,16 @@ def run(argv: list[str]) -> None:
     load_optuna("rapidformer sweep")
     args = command.args
     metric = options.metric if options.metric.startswith("eval_") else f"eval_{options.metric}"
-    greater = _is_greater_better(metric) if options.goal is None else options.goal == "maximize"
+    from rapidformer.training.best_model import is_greater_better
+
+    greater = is_greater_better(metric) if options.goal is None else options.goal == "maximize"
     folder = Path(args.save or _name_folder(command)).expanduser()
     plain = _drop_save(words)
-    _check_corners(plain, space, folder)
+    # What a trial would refuse, with the first and the last of all values.
+    for parameters in list_corners(space):
+        tried = read_flags(_spell_trial(plain, parameters, folder / "trial"))
+        if args.user_script is None:
+            check_command("train", tried)
     folder.mkdir(parents=True, exist_ok=True)
     study = Study(
         folder, space, is_greater_better=greater, seed=args.seed, parallel=options.parallel,
@@ -125,20 +136,10 @@ def _check(command: CommandLine, options: Any) -> Space:
         )
         if command.args.is_given(name) and getattr(command.args, name)
     ]
-    try:
+    with collecting(problems):
         space = parse_space(options.sweep, command.args)
-    except ConfigurationError as error:
-        problems += error.problems
     raise_problems(problems)
     return space
-
-
-def _check_corners(words: list[str], space: Space, folder: Path) -> None:
-    """What a trial would refuse, with the first and the last of all values."""
-    for parameters in list_corners(space):
-        command = read_flags(_spell_trial(words, parameters, folder / "trial"))
-        if command.args.user_script is None:
-            check_command("train", command)
 
 
 def _spell_trial(words: list[str], parameters: Parameters, folder: Path) -> list[str]:
@@ -168,12 +169,6 @@ def _drop_save(words: list[str]) -> list[str]:
     parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.add_argument(*spelt, nargs="?")
     return parser.parse_known_args(words)[1]
-
-
-def _is_greater_better(metric: str) -> bool:
-    from rapidformer.training.best_model import is_greater_better
-
-    return is_greater_better(metric)
 
 
 @dataclass

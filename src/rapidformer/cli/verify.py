@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -12,10 +11,10 @@ from pathlib import Path
 from rapidformer.cli.own_flags import CommandParser, say
 from rapidformer.cli.run_output import (
     ChildRuns,
-    find_job,
+    Train,
     find_run_problems,
     start_run,
-    write_output_to,
+    take_part,
 )
 from rapidformer.config.parse import CommandLine, read_flags
 from rapidformer.config.switches import SWITCHES
@@ -73,8 +72,7 @@ class VerificationError(RapidformerError):
 
 def run(argv: list[str]) -> None:
     """Compare, and raise an error if the runs differ; in a process of one of the runs, run it."""
-    if (job := find_job(JOB_VARIABLE, Job)) is not None:
-        _work(job, argv)
+    if take_part(JOB_VARIABLE, Job, argv, _record):
         return
     options, words = _build_parser().read_run(argv)
     command = read_flags(words)
@@ -233,16 +231,10 @@ class _Verification(ChildRuns):
         return [Trace.load(job.get_path(rank)) for rank in range(processes)]
 
 
-def _work(job: Job, words: list[str]) -> None:
-    """In a process of a run: train as ``rapidformer train`` would, and save the trace."""
-    rank = int(os.environ["RANK"])
-    write_output_to(Path(job.folder) / f"{job.kind}_{rank}.log")
-    from rapidformer.cli.train import run as train
-    from rapidformer.dist.processes import stop_processes
+def _record(job: Job, train: Train) -> Trace:
     from rapidformer.verification.recorder import record_run
 
-    record_run(job, lambda: train(read_flags(words))).save(job.get_path(rank))
-    stop_processes()
+    return record_run(job, train)
 
 
 def _describe(traces: list[Trace], batch: int) -> str:

@@ -21,7 +21,6 @@ PRIVATE_NAMES = {
     "torch.Tensor._post_accumulate_grad_hooks": "the same",
     "torch._C._has_storage": "batches inside torch.func.vmap, whose values cannot be read",
     "torch.Tensor._base": "views: logits without values, as FSDP asks; positions of one row",
-    "torch.Tensor._make_wrapper_subclass": "tensors that checkpoints see in pieces",
     "torch.Tensor._version": "seeing whether a gathered or offloaded tensor was changed",
     "torch._C._cuda_endAllocateToPool": "ending a failed recording, which torch leaves open",
     **{
@@ -91,11 +90,6 @@ def cut_like(whole: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
 def check_later(condition: Tensor, message: str) -> None:
     """Fail on the device if the condition does not hold; the host does not wait."""
     torch._assert_async(condition, message)
-
-
-def build_shell(cls: type, shape: torch.Size, like: Tensor) -> Any:
-    """A tensor of a subclass with a shape, dtype and device, but no memory."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
 
 def locate(tensor: Tensor) -> Hashable:

@@ -19,6 +19,7 @@ from rapidformer.config.deepspeed_file import (
     get_zero_stage,
     load_deepspeed_file,
     modernize,
+    name_deepspeed_file,
 )
 from rapidformer.config.settings import Settings
 from rapidformer.config.switches import get_switch, to_flag
@@ -73,9 +74,9 @@ def merge_deepspeed(args: Settings) -> tuple[Settings, list[str]]:
         content = load_deepspeed_file(args.deepspeed)
     except ConfigurationError as reason:
         return args, reason.problems
-    merge = _Merge(args, content, args.deepspeed)
+    merge = _Merge(args, content, name_deepspeed_file(args.deepspeed))
     merge.take_all()
-    return merge.args, [*merge.problems, *_find_refused(merge.args, content)]
+    return merge.args, [*merge.problems, *_find_refused(merge.args, content, merge.file)]
 
 
 @dataclass
@@ -197,8 +198,7 @@ class _Merge:
             )
 
 
-def _find_refused(args: Settings, content: Section) -> Iterator[str]:
-    file = args.deepspeed
+def _find_refused(args: Settings, content: Section, file: str) -> Iterator[str]:
     for key, reason in _REFUSED.items():
         section = content.get(key)
         is_on = section.get("enabled", True) if isinstance(section, dict) else section

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
-from rapidformer.config.reading import UnreadableError, read_settings_text
+from rapidformer.config.reading import read_settings_text
 from rapidformer.config.sections import AccelerationArguments
 from rapidformer.config.settings import Settings
 from rapidformer.errors import ConfigurationError
@@ -35,12 +36,31 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-def load_deepspeed_file(path: str) -> Section:
-    """The file's content; anything that prevents reading it is a ConfigurationError."""
+def spell_deepspeed(content: Section | str | Path) -> str:
+    """The path of a file, or what would be in it, as the value of ``--deepspeed``."""
+    if not isinstance(content, dict):
+        return str(content)
     try:
-        text = read_settings_text(path)
-    except UnreadableError as reason:
-        raise ConfigurationError(f"--deepspeed {path} cannot be read: {reason}.") from None
+        return json.dumps(content)
+    except (TypeError, ValueError) as reason:
+        raise ConfigurationError(
+            f"a configuration of DeepSpeed must be what JSON can hold: {reason}."
+        ) from None
+
+
+def name_deepspeed_file(given: str) -> str:
+    """How messages call it."""
+    return "the configuration of DeepSpeed" if _is_content(given) else given
+
+
+def _is_content(given: str) -> bool:
+    return given.lstrip().startswith("{")
+
+
+def load_deepspeed_file(given: str) -> Section:
+    """The file's content; anything that prevents reading it is a ConfigurationError."""
+    text = given if _is_content(given) else read_settings_text(given, "--deepspeed")
+    path = name_deepspeed_file(given)
     try:
         content = json.loads(text, object_pairs_hook=_refuse_duplicates)
     except (ValueError, RecursionError) as reason:
@@ -153,8 +173,9 @@ def get_file_schedule(args: Settings, train_iters: int | None) -> tuple[str, Sec
             parameters[name] = int(parameters[name])  # JSON reads 1e3 as a float
     if parameters.get("total_num_steps", 0) is None:
         raise ConfigurationError(
-            f"scheduler.params.total_num_steps in {args.deepspeed} is auto, but the length of the "
-            "run is not known: give --train-iters or --epochs."
+            "scheduler.params.total_num_steps in "
+            f"{name_deepspeed_file(args.deepspeed)} is auto, but the length of the run is not "
+            "known: give --train-iters or --epochs."
         )
     return str(kind), parameters
 

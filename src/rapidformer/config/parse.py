@@ -293,9 +293,9 @@ def _read_yaml(path: Any, problems: list[str]) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(reading.read_settings_text(str(path))) or {}
-    except reading.UnreadableError as reason:
-        problems.append(f"--config {path} cannot be read: {reason}.")
+        content = yaml.safe_load(reading.read_settings_text(str(path), "--config")) or {}
+    except ConfigurationError as error:
+        problems += error.problems
     # A number of thousands of digits is a ValueError, and a thousand brackets a RecursionError.
     except (yaml.YAMLError, ValueError, RecursionError) as reason:
         problems.append(f"--config {path} is not valid YAML: {' '.join(str(reason).split())}")

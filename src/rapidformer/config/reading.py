@@ -7,32 +7,32 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from rapidformer.errors import ConfigurationError
+
 _MOST_BYTES = 10_000_000
 _MOST_VALUES = 100_000
 
 
-class UnreadableError(Exception):
-    """Why a file cannot be read, as the end of a sentence."""
-
-
-def read_settings_text(path: str) -> str:
-    """The text of a settings file."""
-    file = Path(path).expanduser()
+def read_settings_text(path: str, flag: str) -> str:
+    """The text of a settings file; anything that prevents reading it is a ConfigurationError."""
+    file, problem = Path(path).expanduser(), ""
     try:
         # `--config <(...)` names a pipe of the shell's; any other pipe may never get a writer.
         is_of_shell = path.startswith(("/dev/fd/", "/proc/self/fd/"))
         kind = file.stat()
         if not stat.S_ISREG(kind.st_mode) and not is_of_shell:
-            raise UnreadableError("it is a folder" if file.is_dir() else "it is not a regular file")
-        if kind.st_size > _MOST_BYTES:
-            raise UnreadableError(f"its {kind.st_size} bytes are too many for settings")
-        return file.read_text(encoding="utf-8")
+            problem = "it is a folder" if file.is_dir() else "it is not a regular file"
+        elif kind.st_size > _MOST_BYTES:
+            problem = f"its {kind.st_size} bytes are too many for settings"
+        else:
+            return file.read_text(encoding="utf-8")
     except OSError as reason:
-        raise UnreadableError(reason.strerror or str(reason)) from None
+        problem = reason.strerror or str(reason)
     except UnicodeDecodeError:
-        raise UnreadableError("it is not UTF-8 text") from None
+        problem = "it is not UTF-8 text"
     except ValueError as reason:  # a zero byte in the name
-        raise UnreadableError(str(reason)) from None
+        problem = str(reason)
+    raise ConfigurationError(f"{flag} {path} cannot be read: {problem}.")
 
 
 def is_expanding(content: Any) -> bool:

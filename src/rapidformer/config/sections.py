@@ -214,7 +214,7 @@ class AccelerationArguments:
     cpu_offload: bool = False
     """with ZeRO: keep weights, gradients and optimizer state in host memory"""
     deepspeed: str | None = None
-    """train with DeepSpeed, configured by this JSON file"""
+    """train with DeepSpeed, configured by this JSON file, or by what would be in it"""
     without: list[str] | None = None
     """leave out these changes that are otherwise made by themselves, such as host-masks
     (`rapidformer explain` lists them)"""

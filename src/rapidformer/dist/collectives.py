@@ -154,13 +154,3 @@ def gather_on_first(value: T, group: dist.ProcessGroup | None = None) -> list[T]
     everyone: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, everyone, dst=0, group=group)
     return everyone
-
-
-def scatter_from_first(values: list[T] | None) -> T:
-    """Rank 0's list, one value to each rank; the other ranks pass None."""
-    if is_alone():
-        assert values is not None
-        return values[0]
-    box: list[Any] = [None]
-    dist.scatter_object_list(box, values, src=0)
-    return box[0]

@@ -75,15 +75,7 @@ def plan_launch(settings: LaunchArguments) -> LaunchPlan:
                 "its --hostfile: unset it."
             ) from None
         return _fill_processes(settings, plan)
-    step = None
-    if settings.nnodes is None and not os.environ.get("NNODES", "").strip():
-        step = read_slurm_step(os.environ)
-        if idle := count_idle_nodes(os.environ):
-            raise ConfigurationError(
-                f"this Slurm job has {idle + 1} nodes, and without srun {idle} of them would stay "
-                "idle: put srun in front of the command, or say --nnodes 1."
-            )
-    plan = _build_plan(settings, step)
+    plan = _build_plan(settings)
     if plan.nodes < 1:
         raise ConfigurationError(f"--nnodes (or NNODES) must be at least 1, got {plan.nodes}.")
     if not 0 <= plan.node_rank < plan.nodes:
@@ -106,26 +98,19 @@ def _read_plan(text: str) -> LaunchPlan:
     return plan
 
 
-def _build_plan(settings: LaunchArguments, step: SlurmStep | None) -> LaunchPlan:
+def _build_plan(settings: LaunchArguments) -> LaunchPlan:
     nodes, rank, port = settings.nnodes, settings.node_rank, settings.master_port
-    processes = offset = 0
-    if step is None:
-        nodes = nodes if nodes is not None else read_int(os.environ, "NNODES", 1)
-        rank = rank if rank is not None else read_int(os.environ, "NODE_RANK", 0)
-    else:
-        nodes, rank = step.nodes, step.node_rank
-        if step.is_task_per_gpu:
-            # A task that Slurm gave one GPU sees only that one, as its first.
-            processes, offset = 1, step.local_rank if count_gpus() > 1 else 0
-    address, default_port = (step.master_addr, step.master_port) if step else ("127.0.0.1", 0)
-    return LaunchPlan(
-        processes=processes,
-        nodes=nodes,
-        node_rank=rank,
-        master_addr=settings.master_addr or os.environ.get("MASTER_ADDR") or address,
-        master_port=port if port is not None else read_int(os.environ, "MASTER_PORT", default_port),
-        local_rank_offset=offset,
-    )
+    is_open = nodes is None and not os.environ.get("NNODES", "").strip()
+    plan = read_slurm_plan(os.environ) if is_open else None
+    plan = plan or LaunchPlan(
+        processes=0, nodes=read_int(os.environ, "NNODES", 1) if nodes is None else nodes,
+        node_rank=read_int(os.environ, "NODE_RANK", 0) if rank is None else rank,
+        master_addr="127.0.0.1", master_port=0,
+    )  # fmt: skip
+    if port is None:
+        port = read_int(os.environ, "MASTER_PORT", plan.master_port)
+    address = settings.master_addr or os.environ.get("MASTER_ADDR") or plan.master_addr
+    return dataclasses.replace(plan, master_addr=address, master_port=port)
 
 
 def _fill_processes(settings: LaunchArguments, plan: LaunchPlan) -> LaunchPlan:
@@ -159,47 +144,30 @@ _GROUP = re.compile(r"\[([^][]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlurmStep:
-    """A task of ``srun``; to us, one task is one node."""
-
-    nodes: int
-    node_rank: int
-    master_addr: str
-    master_port: int
-    is_task_per_gpu: bool
-    """Whether Slurm starts every process; otherwise one task per node starts its own."""
-    local_rank: int
-    """The index of this task on its machine."""
-
-
-def read_slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
-    """This task's place; None outside ``srun``."""
-    if not _is_task(variables) or "SLURM_PROCID" not in variables:
+def read_slurm_plan(variables: Mapping[str, str]) -> LaunchPlan | None:
+    """That of this task of ``srun``, which is a node to us; None outside of it."""
+    # srun started this process; a batch script's or salloc's shell has variables, too.
+    is_special = read_int(variables, "SLURM_STEP_ID", 0) >= _FIRST_SPECIAL_STEP
+    is_task = "SLURM_STEP_NUM_TASKS" in variables and not is_special
+    idle = read_int(variables, "SLURM_JOB_NUM_NODES", 1) - 1
+    if "SLURM_JOB_ID" in variables and not is_task and idle > 0:
+        raise ConfigurationError(
+            f"this Slurm job has {idle + 1} nodes, and without srun {idle} of them would stay "
+            "idle: put srun in front of the command, or say --nnodes 1."
+        )
+    if not is_task or "SLURM_PROCID" not in variables:
         return None
-    tasks = read_int(variables, "SLURM_STEP_NUM_TASKS")
+    tasks, local = (read_int(variables, f"SLURM_{n}") for n in ("STEP_NUM_TASKS", "LOCALID"))
+    # Slurm starts every process, or one task on each node, which starts its own.
+    is_per_gpu = tasks > read_int(variables, "SLURM_STEP_NUM_NODES")
     hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST", "")
-    return SlurmStep(
-        nodes=tasks,
-        node_rank=read_int(variables, "SLURM_PROCID"),
+    return LaunchPlan(
+        processes=int(is_per_gpu), nodes=tasks, node_rank=read_int(variables, "SLURM_PROCID"),
         master_addr=next(iter(expand_nodelist(hosts)), "127.0.0.1"),
         master_port=_FIRST_PORT + read_int(variables, "SLURM_JOB_ID") % _PORTS,
-        is_task_per_gpu=tasks > read_int(variables, "SLURM_STEP_NUM_NODES"),
-        local_rank=read_int(variables, "SLURM_LOCALID"),
-    )
-
-
-def _is_task(variables: Mapping[str, str]) -> bool:
-    """Whether srun started this process; a batch script's or salloc's shell has variables, too."""
-    step = read_int(variables, "SLURM_STEP_ID", 0)
-    return "SLURM_STEP_NUM_TASKS" in variables and step < _FIRST_SPECIAL_STEP
-
-
-def count_idle_nodes(variables: Mapping[str, str]) -> int:
-    """Number of nodes that stay idle if the command runs without ``srun``."""
-    if "SLURM_JOB_ID" not in variables or _is_task(variables):
-        return 0
-    return max(read_int(variables, "SLURM_JOB_NUM_NODES", 1) - 1, 0)
+        # A task that Slurm gave one GPU sees only that one, as its first.
+        local_rank_offset=local if is_per_gpu and count_gpus() > 1 else 0,
+    )  # fmt: skip
 
 
 def expand_nodelist(text: str) -> list[str]:

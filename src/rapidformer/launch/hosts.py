@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rapidformer.config.reading import UnreadableError, read_settings_text, split_words
+from rapidformer.config.reading import read_settings_text, split_words
 from rapidformer.config.sections import LaunchArguments
-from rapidformer.errors import ConfigurationError
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.launch.environment import NODE_VARIABLE, LaunchPlan
 from rapidformer.launch.failures import WorkerError
 from rapidformer.launch.signals import handling
@@ -58,16 +58,8 @@ class Host:
     """Number of processes; None means one per GPU."""
 
 
-def load_hostfile(path: str) -> list[Host]:
-    """Read the hosts; report every bad line."""
-    try:
-        return parse_hostfile(read_settings_text(path), path)
-    except UnreadableError as reason:
-        raise ConfigurationError(f"--hostfile {path} cannot be read: {reason}.") from None
-
-
 def parse_hostfile(text: str, path: str = "hostfile") -> list[Host]:
-    """Lines ``host slots=N``; blank lines and comments (#) are ignored."""
+    """Lines ``host slots=N``; blank lines and comments (#) are ignored, every bad line is told."""
     hosts: dict[str, Host] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -86,8 +78,7 @@ def parse_hostfile(text: str, path: str = "hostfile") -> list[Host]:
             hosts[match["name"]] = Host(match["name"], slots)
     if not hosts and not problems:
         problems.append(f"--hostfile {path} names no host.")
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     return list(hosts.values())
 
 
@@ -131,8 +122,7 @@ def build_command(
     remote = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join([*words, *command])}"
     problems: list[str] = []
     ssh = split_words(settings.ssh_command, problems, "--ssh-command")
-    if problems:
-        raise ConfigurationError(problems)
+    raise_problems(problems)
     # Without a terminal nobody can answer: a password prompt or an unknown host is an error.
     ssh += ["-o", "BatchMode=yes"]
     if settings.ssh_port is not None:
@@ -169,8 +159,8 @@ def launch_hosts(
     argv: list[str], settings: LaunchArguments, say: Callable[[str], None] = lambda text: None
 ) -> None:
     """Start all nodes, wait for them, and stop all if one fails."""
-    assert settings.hostfile is not None
-    hosts = load_hostfile(settings.hostfile)
+    file = settings.hostfile or ""
+    hosts = parse_hostfile(read_settings_text(file, "--hostfile"), file)
     plans = plan_hosts(hosts, settings)
     nodes: list[_Node] = []
     with handling(_ENDINGS, _raise_signal):

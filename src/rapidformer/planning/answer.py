@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from rapidformer.planning.devices import GIB
-from rapidformer.planning.parts import Memory
 from rapidformer.planning.search import MOST_ROWS, Layout, Planner
 from rapidformer.planning.timing import describe_seconds, estimate_run
 
@@ -29,6 +28,8 @@ _PARTS = {
 def answer(planner: Planner, untimed: str | None = None) -> dict[str, Any]:
     """Everything that was found out, as JSON takes it; ``untimed``: why blocks were not timed."""
     asked = planner.plan()
+    memory = asked.prediction.memory
+    parts = memory.by_part() | {"host": memory.host}
     run = estimate_run(asked.timing, planner.settings, planner.cluster, planner.shape.samples)
     return {
         "model": planner.shape.model,
@@ -42,7 +43,7 @@ def answer(planner: Planner, untimed: str | None = None) -> dict[str, Any]:
         "verdict": (verdict := asked.judge(planner.cluster)),
         "fits": verdict == "fits",
         **_describe_layout(asked),
-        "memory": _to_gib(asked.prediction.memory),
+        "memory": {name: size / GIB for name, size in parts.items() if size},
         "seconds_by_part": asked.timing.parts,
         "measured_by_predicted": planner.slowness,
         "untimed": untimed,
@@ -63,11 +64,6 @@ def _describe_layout(layout: Layout) -> dict[str, Any]:
         "tokens_per_second": layout.timing.tokens_per_second,
         "samples_per_second": layout.timing.samples_per_second,
     }
-
-
-def _to_gib(memory: Memory) -> dict[str, float]:
-    parts = memory.by_part() | {"host": memory.host}
-    return {name: size / GIB for name, size in parts.items() if size}
 
 
 def describe(found: dict[str, Any]) -> Iterator[str]:

@@ -1,10 +1,10 @@
-"""How a run's settings divide its model: what each switch's row says, read for one run."""
+"""How a run's settings divide its model and its work: what each switch's row says of one run."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,16 @@ from rapidformer.config import Settings
 from rapidformer.config.effect import Effect, Kept
 from rapidformer.config.row import Situation, Switch
 from rapidformer.config.switches import SWITCHES
-from rapidformer.planning.parts import Blocks, Parameter, Part, Shape, Weights
+from rapidformer.planning.parts import (
+    Collective,
+    Cost,
+    Load,
+    Parameter,
+    Part,
+    Shape,
+    Weights,
+    Work,
+)
 
 _SIZES = {
     "layers": "tensor_model_parallel_size", "tokens": "context_parallel_size",
@@ -28,6 +37,11 @@ _SMALL = 4096
 """Moments of fewer weights are not quantized."""
 _LOOKUP_COST = 0.05
 """Of an embedding table's weight, relative to one that is multiplied."""
+_COSTS = ("matrix_flops", "attention_flops", "moved")
+_FUSED_LOSS = 6
+"""Bytes that a fused loss reads and writes for each logit beside its products."""
+_REPEATED = 0.6
+"""The forward pass's part of a block's operations, by the time that the host takes for them."""
 
 
 class Layout:
@@ -63,17 +77,21 @@ class Layout:
         )
         return work > effect.most_work
 
-    @cached_property
-    def replicas(self) -> int:
-        """Ranks with different tokens, over which gradients are summed."""
-        return self.args.num_replicas
+    def at(self, cost: Cost, *, is_padded: bool = False) -> float:
+        """A cost of one micro-batch on a rank."""
+        shape, args = self.shape, self.args
+        rows = shape.count_rows(args.micro_batch_size)
+        if not is_padded and self.has("dynamic shape"):
+            rows *= shape.filled
+        varying = cost.at(rows, shape.length) - cost.constant
+        return cost.constant + varying / args.context_parallel_size
 
     @cached_property
     def shards(self) -> int:
         """Ranks that the training state is sharded over."""
         if "ZeRO" not in self.rows:
             return 1
-        return self.args.hybrid_sharding_size or self.replicas
+        return self.args.hybrid_sharding_size or self.args.num_replicas
 
     def divide(self, what: str) -> int:
         """By how much the rows divide something."""
@@ -164,7 +182,8 @@ class Layout:
 
     def list_stages(self) -> Iterator[Stage]:
         """What each rank of the pipeline has, the ends first; one rank without a pipeline."""
-        parts = list_blocks(self.shape.blocks)
+        placed = {place: group.part for group in self.shape.blocks for place in group.places}
+        parts = [placed[place] for place in sorted(placed)]
         ranks = self.divide("blocks")
         before = [p for p in self.shape.rest.weights.parameters if "before" in p.places]
         after = [p for p in self.shape.rest.weights.parameters if "after" in p.places]
@@ -246,12 +265,6 @@ def _cut(
     )  # fmt: skip
 
 
-def list_blocks(groups: tuple[Blocks, ...]) -> list[Part]:
-    """All blocks in the order of the forward pass."""
-    placed = {place: group.part for group in groups for place in group.places}
-    return [placed[place] for place in sorted(placed)]
-
-
 def _is_on(row: Switch, args: Settings, situation: Situation) -> bool:
     if args.deepspeed and row.under_deepspeed == "done by DeepSpeed":  # at the same cost
         args = args.replace("rapidformer plan", deepspeed=None)
@@ -267,3 +280,107 @@ def _count_in_flight(schedule: str, rank: int, ranks: int, own: int, count: int)
         return min(ranks, count)
     waiting = 2 * (ranks - rank - 1) + (own - 1) * ranks + 1
     return min(waiting / own, count)
+
+
+# ---- the work of a step --------------------------------------------------------------------------
+
+
+def count_work(layout: Layout, stage: Stage) -> Work:
+    """The work of one rank of the pipeline."""
+    args, shape = layout.args, layout.shape
+
+    def at(cost: Cost) -> float:
+        return layout.at(cost) / layout.divide("layers")
+
+    def count(parts: list[Part]) -> Load:
+        return Load(
+            **{name: sum(at(getattr(part, name)) for part in parts) for name in _COSTS},
+            operations=sum(part.operations for part in parts),
+        )
+
+    blocks, rest = stage.blocks, [shape.rest] * stage.is_first
+    ends = count([*rest, *[shape.loss] * stage.is_last])
+    if layout.has_fused_loss:
+        logits = Cost(per_token=shape.vocabulary * shape.trained_tokens * _FUSED_LOSS)
+        ends = replace(ends, moved=count(rest).moved + at(logits))
+    load = count(blocks)
+    if any(row.effect.in_8_bits for row in layout.rows.values()):
+        load = replace(load, low_flops=load.matrix_flops)
+    if layout.kept in ("inputs", "products"):
+        repeated = blocks[:: max(args.recompute_interval, 1)]
+        again = _COSTS if layout.kept == "inputs" else ("moved",)
+        more = {
+            name: sum(at(getattr(part, name)) * part.forward_share for part in repeated)
+            for name in again
+        }
+        load = replace(
+            load, **{name: getattr(load, name) + value for name, value in more.items()},
+            operations=load.operations + round(_REPEATED * sum(p.operations for p in repeated)),
+        )  # fmt: skip
+    state = layout.count_state(stage)
+    # Weights and moments are read and written, gradients read twice.
+    update = state.elements * (2 * 4 + 2 * 4) + 2 * state.optimizer
+    is_on_host = layout.is_on_host("optimizer")
+    kept = sum(at(part.saved) for part in blocks)
+    return Work(
+        blocks=load,
+        rest=ends,
+        update_bytes=0.0 if is_on_host else update,
+        host_bytes=2 * kept * layout.is_on_host("activations")
+        + 3 * state.whole * layout.is_on_host("weights"),
+        host_update_bytes=update if is_on_host else 0.0,
+        collectives=tuple(_list_collectives(layout, stage, state)),
+        micro_batches=args.gradient_accumulation_steps or 1,
+        stages=args.pipeline_model_parallel_size,
+        tokens=shape.count_rows(args.global_batch_size) * shape.length * shape.filled,
+        samples=args.global_batch_size or 1,
+        is_captured=layout.has("CUDA graph"),
+    )
+
+
+def _list_collectives(layout: Layout, stage: Stage, state: State) -> Iterator[Collective]:
+    args, shape = layout.args, layout.shape
+    width = 4 if shape.precision == "fp32" else 2
+    tokens = shape.count_rows(args.micro_batch_size) * shape.length / args.context_parallel_size
+    hidden = tokens * shape.hidden_size * width
+    count = len(stage.blocks)
+    trained, weights = state.trained, state.whole
+    if layout.has("data parallelism"):
+        yield Collective(
+            axis="data", kind="all_reduce", size=trained, calls=-(-trained // (25 * 2**20)),
+            ranks=args.num_replicas, per="update", is_hidden=True,
+        )  # fmt: skip
+    if layout.shards > 1:
+        is_each = layout.is_sharded("weights")
+        yield Collective(
+            axis="data", kind="all_gather", size=weights * (2 if is_each else 1),
+            calls=count * (2 if is_each else 1) + 1, ranks=layout.shards,
+            per="micro_batch" if is_each else "update", is_hidden=True,
+        )  # fmt: skip
+        yield Collective(
+            axis="data", kind="reduce_scatter", size=trained, calls=count + 1,
+            ranks=layout.shards, is_hidden=True,
+            per="micro_batch" if layout.is_sharded("gradients") else "update",
+        )  # fmt: skip
+    tensor = layout.divide("layers")
+    if tensor > 1:
+        # Two in the forward pass of a block and two in its backward pass.
+        yield Collective(
+            axis="tensor", kind="all_reduce", size=4 * hidden * count, calls=4 * count,
+            ranks=tensor,
+        )  # fmt: skip
+    if args.context_parallel_size > 1:
+        # Queries, keys, values and results, there and back.
+        yield Collective(
+            axis="context", kind="all_to_all", size=8 * hidden * count, calls=8 * count,
+            ranks=args.context_parallel_size,
+        )  # fmt: skip
+    if args.pipeline_model_parallel_size > 1:
+        yield Collective(
+            axis="pipeline", kind="send", size=2 * hidden, calls=2, ranks=2, is_hidden=True
+        )  # fmt: skip
+    if args.expert_model_parallel_size > 1:
+        yield Collective(
+            axis="expert", kind="all_to_all", size=4 * hidden * count, calls=4 * count,
+            ranks=args.expert_model_parallel_size,
+        )  # fmt: skip

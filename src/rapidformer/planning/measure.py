@@ -94,6 +94,10 @@ class _Measurement:
         ]
         head = find_head(self._model)
         config: Any = getattr(self._model, "config", None)
+        # What its table of positions holds; of rotary ones, what the model was made for.
+        limit = config and (
+            get_position_limit(config) or get_size(config, "max_position_embeddings")
+        )
         hidden = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0) or 0
         self._cut()
         points = self._list_points()
@@ -129,7 +133,7 @@ class _Measurement:
             vocabulary=0 if head is None else head.out_features,
             head=0 if head is None else head.weight.numel(),
             blocks=blocks, rest=fit.build("before", weights=rest), loss=fit.build("after"),
-            positions=None if config is None else _find_positions(config),
+            positions=limit if isinstance(limit, int) and limit > 0 else None,
             reference_bytes=self._run.beside, lengths=tuple(spread), samples=self._run.samples,
             optimizer=self._run.optimizer,
         )  # fmt: skip
@@ -317,12 +321,6 @@ def _list_kinds(model: nn.Module, plan: ModelPlan) -> list[_Kind]:
 def _find_trained(values: Any) -> Tensor | None:
     """The hidden states among a block's inputs or outputs."""
     return next((t for t in list_tensors(values) if t.requires_grad), None)
-
-
-def _find_positions(config: Any) -> int | None:
-    """What its table of positions holds; of rotary ones, what the model was made for."""
-    limit = get_position_limit(config) or get_size(config, "max_position_embeddings")
-    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def _find_sizes(batch: Any) -> tuple[int, int]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rapidformer.config import Settings
-from rapidformer.planning.layout import LARGE, Layout, Stage, State
+from rapidformer.planning.layout import LARGE, Layout, Stage, State, count_work
 from rapidformer.planning.parts import Cost, Memory, Part, Prediction, Shape
-from rapidformer.planning.work import count_work
 
 _CONTEXT = 880 * 10**6
 """Of CUDA's context and loaded kernels, measured on an H200."""
@@ -48,29 +47,20 @@ class _Rank:
 
     # ---- sizes ----------------------------------------------------------------------------------
 
-    def _at(self, cost: Cost, *, is_padded: bool = False) -> float:
-        """A cost of one micro-batch on this rank."""
-        shape, args = self._shape, self._args
-        rows, length = shape.count_rows(args.micro_batch_size), shape.length
-        if not is_padded and self._layout.has("dynamic shape"):
-            rows *= shape.filled
-        tokens = args.context_parallel_size
-        return cost.constant + (cost.at(rows, length) - cost.constant) / tokens
-
     def _divide_split(self, part: Part, cost: Cost) -> float:
         """A cost of activations; tensor parallelism splits the same share as of those saved."""
-        value, tensor = self._at(cost), self._layout.divide("layers")
+        value, tensor = self._layout.at(cost), self._layout.divide("layers")
         if tensor == 1:
             return value
-        kept = self._at(part.saved) - self._at(part.casts)
-        share = min(self._at(part.saved_split) / kept, 1.0) if kept > 0 else 0.0
+        kept = self._layout.at(part.saved) - self._layout.at(part.casts)
+        share = min(self._layout.at(part.saved_split) / kept, 1.0) if kept > 0 else 0.0
         stream = (1 - share) / self._layout.divide("stream")
         return value * (share / tensor + stream)
 
     def _measure_kept(self, part: Part) -> float:
         """What a block keeps for its backward pass, without copies of weights."""
         kept = self._layout.kept
-        casts = self._at(part.casts)
+        casts = self._layout.at(part.casts)
         if kept == "inputs":
             return self._divide_split(part, part.inputs)
         if kept == "products":
@@ -84,11 +74,11 @@ class _Rank:
         kept, restored = 0.0, 0.0
         is_recomputed = self._layout.kept in ("inputs", "products")
         for part, count, chosen in self._kinds:
-            everything = self._divide_split(part, part.saved) - self._at(part.casts)
+            everything = self._divide_split(part, part.saved) - self._layout.at(part.casts)
             own = self._measure_kept(part)
             if is_recomputed:
                 kept += own * chosen + everything * (count - chosen)
-                restored = max(restored, everything - own + self._at(part.inputs))
+                restored = max(restored, everything - own + self._layout.at(part.inputs))
             else:
                 kept += own * count
         return kept, restored
@@ -99,7 +89,7 @@ class _Rank:
             return 0.0
         scale = 1 / self._layout.divide("layers")
         return scale * sum(
-            count * self._at(part.casts)
+            count * self._layout.at(part.casts)
             for part, count, _ in self._kinds
             if self._layout.kept == "everything" or part.weights.trained > part.weights.frozen
         )
@@ -115,14 +105,15 @@ class _Rank:
         if is_graphed and shape.filled < 1:
             # Before batches get other widths, their passes are compared, uncompiled and padded.
             activations = sum(
-                count * self._at(part.saved, is_padded=True) for part, count, _ in self._kinds
+                count * self._layout.at(part.saved, is_padded=True)
+                for part, count, _ in self._kinds
             )
             casts = 0.0
         if layout.is_on_host("activations") and stage.blocks:
             largest = 2 * max(self._measure_kept(part) for part, *_ in self._kinds)
             host += max(activations - largest, 0.0) * stage.in_flight
             activations = min(activations, largest)
-        first = self._at(shape.rest.saved) if stage.is_first else 0.0
+        first = self._layout.at(shape.rest.saved) if stage.is_first else 0.0
         kept = (activations + casts * (layout.kept == "everything")) * stage.in_flight + first
         brief = casts * (layout.kept != "everything")
         loss, head = self._measure_loss()
@@ -131,7 +122,7 @@ class _Rank:
             (self._divide_split(part, part.backward_peak) for part, *_ in self._kinds), default=0.0
         )
         held, at_end, gathers = self._count_copies(state)
-        last = self._at(shape.rest.backward_peak) if stage.is_first else 0.0
+        last = self._layout.at(shape.rest.backward_peak) if stage.is_first else 0.0
         moments = [
             # when the loss is computed
             {"activations": kept + brief, "loss": loss, "gradients": held},
@@ -176,12 +167,12 @@ class _Rank:
         if not self._stage.is_last:
             return 0.0, 0.0
         tensor = layout.divide("layers")
-        tokens = self._at(Cost(per_token=1.0)) * shape.trained_tokens
+        tokens = self._layout.at(Cost(per_token=1.0)) * shape.trained_tokens
         is_short = self._args.fused_loss == "auto" and 2 * tokens < shape.hidden_size
         if not layout.has_fused_loss or is_short:
             scale = 1 / tensor if shape.vocabulary >= LARGE else 1.0
-            after = self._at(shape.loss.saved) + self._at(shape.loss.backward_peak)
-            return scale * max(self._at(shape.loss.forward_peak), after), 0.0
+            after = self._layout.at(shape.loss.saved) + self._layout.at(shape.loss.backward_peak)
+            return scale * max(self._layout.at(shape.loss.forward_peak), after), 0.0
         is_trained = any(p.is_trained and "after" in p.places for p in self._stage.rest.parameters)
         width = 4 if shape.precision == "fp32" else 2
         words = shape.vocabulary / tensor

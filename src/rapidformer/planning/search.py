@@ -137,8 +137,11 @@ class Planner:
 
     def _list_candidates(self) -> Iterator[dict[str, Any]]:
         ranks, total = self.cluster.count, self.settings.global_batch_size or 1
+        length, compiled = self.shape.length, {self.settings.compile, True}
+        # Long rows alone are worth splitting.
+        splits = [n for n in (1, 2, 4, 8) if n == 1 or (length // n >= 2048 and length % n == 0)]
         for tensor, stages, context in product(
-            self._list_tensor_sizes(), self._list_stages(), self._list_context_sizes()
+            self._list_tensor_sizes(), self._list_stages(), splits
         ):
             replicas, rest = divmod(ranks, tensor * stages * context)
             if rest or not replicas or total % replicas or (stages > 1 and context > 1):
@@ -149,7 +152,7 @@ class Planner:
             }  # fmt: skip
             for choice in product(
                 self._list_batches(total // replicas), self._list_zero(replicas, stages),
-                _RECOMPUTE, self._list_compiled(),
+                _RECOMPUTE, [{"compile": value} for value in compiled],
             ):  # fmt: skip
                 changes = dict(axes)
                 for more in choice:
@@ -176,14 +179,6 @@ class Planner:
             return [1]
         most = min(blocks, self.cluster.count)
         return [n for n in (1, 2, 4, 8, 16, 32) if n <= most and blocks % n == 0]
-
-    def _list_context_sizes(self) -> list[int]:
-        """Long rows alone are worth splitting."""
-        length = self.shape.length
-        return [n for n in (1, 2, 4, 8) if n == 1 or (length // n >= 2048 and length % n == 0)]
-
-    def _list_compiled(self) -> list[dict[str, Any]]:
-        return [{"compile": value} for value in {self.settings.compile, True}]
 
     def _list_batches(self, rows: int) -> list[dict[str, int]]:
         """Micro-batches that make up a rank's rows of an update."""

@@ -18,11 +18,7 @@ from dataclasses import dataclass
 
 from rapidformer.config import Settings
 from rapidformer.config.derive import get_batch_schedule
-from rapidformer.config.sections import (
-    AccelerationArguments,
-    ParallelArguments,
-    TrainingLengthArguments,
-)
+from rapidformer.config.sections import ParallelArguments, TrainingLengthArguments
 from rapidformer.planning.devices import Cluster, Device
 from rapidformer.planning.parts import Collective, Load, Shape, Work
 
@@ -74,7 +70,8 @@ def estimate(
         for load in (work.blocks, work.rest)
     )
     kernels = {name: factor * seconds + rest[name] for name, seconds in blocks.items()}
-    launches = 0.0 if work.is_captured else _time_launches(work, settings)
+    launch = _LAUNCH * (_COMPILED_LAUNCH if settings.compile else 1.0) * (not work.is_captured)
+    launches = (work.blocks.operations + work.rest.operations) * launch
     exchanges = {
         (per, is_hidden): sum(
             _time_exchange(each, cluster, settings)
@@ -133,11 +130,6 @@ def _time_kernels(
         "attention": load.attention_flops / (rate * _ATTENTION),
         "other kernels": moved / (device.copy_rate * _BYTES) + load.operations * _KERNEL,
     }
-
-
-def _time_launches(work: Work, settings: AccelerationArguments) -> float:
-    operations = work.blocks.operations + work.rest.operations
-    return operations * _LAUNCH * (_COMPILED_LAUNCH if settings.compile else 1.0)
 
 
 def _time_exchange(each: Collective, cluster: Cluster, settings: ParallelArguments) -> float:

@@ -32,15 +32,13 @@ _ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
 
 def write_page(sources: Sequence[Path], output: Path) -> Path:
     """Write the page of these runs; a file that is no such page is not replaced."""
-    if output.exists() and not _is_page(output):
-        raise DataError(f"{output} is not a page of ours: move it, or choose another --output.")
+    if output.exists():
+        with output.open("rb") as file:
+            if _GENERATOR not in file.read(1000):
+                problem = "is not a page of ours: move it, or choose another --output."
+                raise DataError(f"{output} {problem}")
     replace_text(output, render_page(build_content(sources)))
     return output
-
-
-def _is_page(path: Path) -> bool:
-    with path.open("rb") as file:
-        return _GENERATOR in file.read(1000)
 
 
 def build_content(sources: Sequence[Path]) -> dict[str, Any]:

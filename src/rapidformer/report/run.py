@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rapidformer.checkpoint.finding import ARGUMENTS_FILE, METRICS_FILE
+from rapidformer.checkpoint.finding import METRICS_FILE, list_arguments
 from rapidformer.checkpoint.inventory import RunEntry, take_inventory
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.errors import DataError
@@ -17,7 +16,6 @@ from rapidformer.report.metrics import Line, build_curves, list_evaluations, rea
 from rapidformer.run_events import read_events
 
 Event = dict[str, Any]
-_SETTING = re.compile(r"(?:# )?(\w+): (.*)")
 _DURING = ("start", "batch", "phases", "evaluation", "stall", "moved", "end")
 """Events of the run itself; others may be added days later."""
 _EVALUATED = "evaluation_*.json"
@@ -60,8 +58,8 @@ def read_run(metrics_file: Path, *, most: int) -> dict[str, Any]:
         "curves": curves,
         "evaluations": _pick(list_evaluations(rare), _SHOWN_EVALUATIONS),
         "details": _pick([e for e in events if e["event"] == "evaluation"], _SHOWN_EVALUATIONS),
-        "settings": list(_read_settings(folder / ARGUMENTS_FILE)),
-        "best": _describe_best(entry),
+        "settings": list(list_arguments(folder)),
+        "best": entry and entry.best,
         "checkpoints": _list_checkpoints(entry),
         "start": last.get("start", {}),
         "batch": last.get("batch"),
@@ -130,29 +128,11 @@ def _pick(items: list[Any], most: int) -> list[Any]:
     return [items[number * (len(items) - 1) // (most - 1)] for number in range(most)]
 
 
-def _read_settings(path: Path) -> Iterator[list[str]]:
-    """Section, name, value and origin of each setting, as ``arguments.yaml`` shows them."""
-    section = ""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    for line in text.splitlines():
-        shown, _, source = line.rpartition(" # ")
-        if match := _SETTING.fullmatch(shown.strip()):
-            yield [section, match[1], match[2].strip(), source]
-        elif line.startswith("# "):
-            section = line[2:]
-
-
-def _describe_best(entry: RunEntry | None) -> dict[str, Any] | None:
-    if entry is None or entry.best_value is None:
-        return None
-    return {"metric": entry.best_metric, "value": entry.best_value, "step": entry.best_step}
-
-
 def _list_checkpoints(entry: RunEntry | None) -> list[dict[str, Any]]:
     return [
         {
             "name": one.path.name, "step": one.step, "state": one.state, "problem": one.problem,
-            "loss": one.loss, "bytes": one.size, "modified": one.modified,
+            "loss": one.loss, "bytes": one.bytes, "modified": one.modified,
         }
         for one in (entry.checkpoints if entry is not None else ())
     ]  # fmt: skip

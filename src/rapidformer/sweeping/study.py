@@ -115,13 +115,7 @@ class Study:
 
     @property
     def trials(self) -> list[Trial]:
-        return [
-            Trial(
-                number=one.number, state=one.user_attrs["state"], value=one.user_attrs["value"],
-                parameters=one.user_attrs["parameters"], error=one.user_attrs["error"],
-            )
-            for one in self._kept
-        ]  # fmt: skip
+        return [Trial(number=one.number, **one.user_attrs) for one in self._kept]
 
     @property
     def ended(self) -> int:

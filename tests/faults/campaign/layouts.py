@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from rapidformer.checkpoint.finding import read_run
-from rapidformer.checkpoint.tensors import StoredTensors, load_tensors
+from rapidformer.checkpoint.tensors import StoredTensors
 from rapidformer.dist.processes import stop_processes
-from rapidformer.dist.topology import Topology
 from rapidformer.engine import RapidformerEngine
 from tests.parity.models import build_rows, collate
 from tests.processes import run_in_kept_processes
@@ -294,9 +293,10 @@ def compare(one: Path, other: Path) -> float:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    kinds = StoredTensors(folder / "state").kinds
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
-    load_tensors(tensors, folder / "state", Topology())  # at once: one by one takes seconds
+    stored = StoredTensors(folder / "state")
+    kinds = stored.kinds.items()
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds}
+    stored.fill(tensors.items())  # at once: one by one takes seconds
     return tensors
 
 

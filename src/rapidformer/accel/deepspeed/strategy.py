@@ -31,6 +31,7 @@ from rapidformer.config.deepspeed_file import (
     get_file_schedule,
     has_own_precision,
     load_deepspeed_file,
+    name_deepspeed_file,
     uses_our_optimizer,
 )
 from rapidformer.dist import mpu
@@ -62,9 +63,9 @@ class DeepSpeedStrategy(GradientSynchronizer):
         assembly.applied.enter(self._changes)
         self.deepspeed = import_deepspeed(assembly.device, args.log_level, self._changes)
         self.model, self.device = assembly.model, assembly.device
-        self.file = args.deepspeed or ""
+        self.file = name_deepspeed_file(args.deepspeed or "")
         kind = None if precision.dtype is None else precision.name
-        self._content = content = load_deepspeed_file(self.file)
+        self._content = content = load_deepspeed_file(args.deepspeed or "")
         self.keeps_precision = has_own_precision(content, kind)
         self.has_own_optimizer = not uses_our_optimizer(content)
         self.settings = build_deepspeed_config(args, kind)

@@ -14,7 +14,13 @@ from typing import Any
 from rapidformer.checkpoint.exporting.proof import Changes, Proof
 from rapidformer.checkpoint.exporting.serving import Serving
 from rapidformer.checkpoint.exporting.source import Source
-from rapidformer.checkpoint.finding import ARGUMENTS_FILE, METRICS_FILE, RUN_FILE, read_arguments
+from rapidformer.checkpoint.finding import (
+    ARGUMENTS_FILE,
+    METRICS_FILE,
+    RUN_FILE,
+    list_arguments,
+    read_arguments,
+)
 from rapidformer.checkpoint.inventory import read_metrics
 from rapidformer.checkpoint.publish import read_json
 from rapidformer.config.schema import to_flag
@@ -126,12 +132,10 @@ def _read_settings(run: Path | None) -> tuple[dict[str, Any], str | None]:
     """A run's settings, and the command with those that somebody gave; a script has none."""
     if run is None:
         return {}, None
-    file, words = run / ARGUMENTS_FILE, ["rapidformer"]
-    settings = read_arguments(run)
+    words, settings = ["rapidformer"], read_arguments(run)
     if not settings.get("task") or settings.get("user_script"):
         return settings, None
-    lines = re.findall(r"^(\w+): .*?\s# ([^#\n]*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
-    for name, origin in lines:
+    for _, name, _, origin in list_arguments(run):
         if name in ("save", "config") or origin.startswith(("default", "derived")):
             continue
         flag, value = to_flag(name), settings.get(name)

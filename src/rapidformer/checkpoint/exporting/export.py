@@ -27,8 +27,13 @@ from rapidformer.checkpoint.exporting.files import (
     staging_for,
     write_shards,
 )
-from rapidformer.checkpoint.exporting.gguf.export import plan_gguf, write_gguf
-from rapidformer.checkpoint.exporting.gguf.file import TYPES, check_kind, round_to
+from rapidformer.checkpoint.exporting.gguf.file import (
+    TYPES,
+    check_kind,
+    plan_gguf,
+    round_to,
+    write_gguf,
+)
 from rapidformer.checkpoint.exporting.onnx import check_onnx, write_onnx
 from rapidformer.checkpoint.exporting.proof import Changes, Proof, count_changes, prove
 from rapidformer.checkpoint.exporting.push import open_hub, push_folder

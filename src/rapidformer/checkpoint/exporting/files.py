@@ -10,6 +10,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -91,20 +92,29 @@ def _has_processor(folder: Path) -> bool:
 
 
 def _save_processor(base: str, target: Path) -> None:
-    from transformers import AutoTokenizer
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    for kind in (AutoTokenizer, AutoImageProcessor):
-        if Path(base).is_dir() and kind is AutoTokenizer and not has_tokenizer(Path(base)):
-            continue  # transformers would build an empty one
-        try:
-            with quiet_transformers(base):
-                processor = kind.from_pretrained(base, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as reason:  # it has none of this kind, or a bad one
-            get_logger().debug("%s of %s: %s", kind.__name__, base, reason)
-            continue
+    processor = load_tokenizer(base) or _load(AutoImageProcessor, base)
+    if processor is not None:
         processor.save_pretrained(target)
-        return
+
+
+def load_tokenizer(place: Path | str) -> Any:
+    """The tokenizer of a folder, or of a model on the Hub; None if it has none that loads."""
+    from transformers import AutoTokenizer
+
+    if Path(place).is_dir() and not has_tokenizer(Path(place)):
+        return None  # transformers would build an empty one
+    return _load(AutoTokenizer, str(place))
+
+
+def _load(kind: Any, place: str) -> Any:
+    try:
+        with quiet_transformers(place):
+            return kind.from_pretrained(place, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as reason:  # it has none of this kind, or a bad one
+        get_logger().debug("%s of %s: %s", kind.__name__, place, reason)
+        return None
 
 
 def refuse_foreign(target: Path) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils.sha import git_hash
+
 from rapidformer.checkpoint.exporting.files import REPORT, list_files
 from rapidformer.errors import CheckpointError, ConfigurationError
 from rapidformer.log import get_logger
@@ -93,12 +95,7 @@ def _is_same(path: Path, there: Any) -> bool:
     with path.open("rb") as file:
         if there.lfs is not None:
             return bool(hashlib.file_digest(file, "sha256").hexdigest() == there.lfs.sha256)
-        return bool(_hash_blob(file.read()) == there.blob_id)
-
-
-def _hash_blob(content: bytes) -> str:
-    """As git names a file's content."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        return bool(git_hash(file.read()) == there.blob_id)
 
 
 def _shorten(reason: Exception) -> str:

@@ -7,15 +7,14 @@ transformers loads.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rapidformer.checkpoint.exporting.files import load_tokenizer
 from rapidformer.checkpoint.exporting.gguf.modelfile import find_end, read_turns
 from rapidformer.checkpoint.exporting.gguf.tokenizer import get_chat_template
 from rapidformer.checkpoint.publish import read_json
-from rapidformer.hub import has_tokenizer, quiet_transformers
 from rapidformer.log import get_logger
 
 _LARGEST_RANK = 16
@@ -46,16 +45,16 @@ def check_serving(folder: Path) -> Serving | None:
     name = str(next(iter(config.get("architectures") or ()), ""))
     if not name.endswith(("ForCausalLM", "LMHeadModel")):
         return None
-    tokenizer = _load_tokenizer(folder)
-    checks: dict[str, Callable[[], str | None]] = {
-        "architecture": lambda: _check_architecture(name),
-        "weights": lambda: _check_weights(folder),
-        "dtype": lambda: _check_dtype(config),
-        "tokenizer": lambda: _check_tokenizer(folder, tokenizer, config),
-        "chat template": lambda: _check_template(tokenizer),
-        "end of an answer": lambda: _check_end(folder, tokenizer, config),
+    tokenizer = load_tokenizer(folder)
+    own_code = f"vLLM may have no code of its own for {name}, and then runs it through transformers"
+    found = {
+        "architecture": None if name in _KNOWN else own_code,
+        "weights": _check_weights(folder),
+        "dtype": _check_dtype(config),
+        "tokenizer": _check_tokenizer(folder, tokenizer, config),
+        "chat template": _check_template(tokenizer),
+        "end of an answer": _check_end(folder, tokenizer, config),
     }
-    found = {what: check() for what, check in checks.items()}
     passed = [what for what, problem in found.items() if problem is None]
     problems = [f"{what}: {problem}" for what, problem in found.items() if problem is not None]
     say = get_logger().info
@@ -63,25 +62,6 @@ def check_serving(folder: Path) -> Serving | None:
     for problem in problems:
         say("serving   problem with the %s", problem)
     return Serving(passed, problems)
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not has_tokenizer(folder):
-        return None
-    try:
-        with quiet_transformers(str(folder)):
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as reason:
-        get_logger().debug("the tokenizer of %s: %s", folder, reason)
-        return None
-
-
-def _check_architecture(name: str) -> str | None:
-    if name in _KNOWN:
-        return None
-    return f"vLLM may have no code of its own for {name}, and then runs it through transformers"
 
 
 def _check_weights(folder: Path) -> str | None:

@@ -149,37 +149,39 @@ class ProcessVerbs:
 
     def on_main_process(self, function: Function) -> Function:
         """A function that does nothing on the other processes."""
-        return _only_if(lambda: self.is_main_process, function)
+        return self.on_process(function)
 
     def on_local_main_process(self, function: Function) -> Function:
         """The same for the first process of each node."""
-        return _only_if(lambda: self.is_local_main_process, function)
+        return self.on_local_process(function)
 
     def on_last_process(self, function: Function) -> Function:
         """The same for the last process."""
-        return _only_if(lambda: self.is_last_process, function)
+        return self.on_process(function, self.num_processes - 1)
 
     def on_process(self, function: Function | None = None, process_index: int = 0) -> Any:
         """The same for any process: ``@accelerator.on_process(process_index=3)``.
 
         A process that is alone does what each of them would do.
         """
-        if function is None:
-            return lambda wrapped: self.on_process(wrapped, process_index)
-        return _only_if(
-            lambda: self.process_index == process_index or not self.use_distributed, function
-        )
+        return self._only_if(lambda: self.process_index == process_index, function)
 
     def on_local_process(
         self, function: Function | None = None, local_process_index: int = 0
     ) -> Any:
         """The same for a process of each node."""
+        return self._only_if(lambda: self.local_process_index == local_process_index, function)
+
+    def _only_if(self, is_so: Callable[[], bool], function: Function | None) -> Any:
         if function is None:
-            return lambda wrapped: self.on_local_process(wrapped, local_process_index)
-        return _only_if(
-            lambda: self.local_process_index == local_process_index or not self.use_distributed,
-            function,
-        )
+            return lambda wrapped: self._only_if(is_so, wrapped)
+
+        @wraps(function)
+        def run(*values: Any, **options: Any) -> Any:
+            is_alone = not self.use_distributed
+            return function(*values, **options) if is_alone or is_so() else None
+
+        return run
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of the run, for what is computed outside the model."""
@@ -281,14 +283,6 @@ class ProcessVerbs:
     ) -> AbstractContextManager[None]:
         """Nothing to do: every process gets equally many batches, and fillers do not count."""
         return nullcontext()
-
-
-def _only_if(is_so: Callable[[], bool], function: Function) -> Function:
-    @wraps(function)
-    def run(*values: Any, **options: Any) -> Any:
-        return function(*values, **options) if is_so() else None
-
-    return run
 
 
 def _is_hub_data(data: Any) -> bool:

@@ -6,23 +6,19 @@ Flags of ``rapidformer launch`` apply if the constructor is not given the same s
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rapidformer.config import Settings, arguments_from_mapping
-from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file
+from rapidformer.config.deepspeed_file import find_value, load_deepspeed_file, spell_deepspeed
 from rapidformer.config.tracker_names import is_installed
 from rapidformer.dialects.accelerate.file import translate_deepspeed, translate_precision
 from rapidformer.dialects.accelerate.names import ACCELERATOR
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.errors import ConfigurationError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.training.trackers.build import OWN
 
 _SOURCE = "Accelerator"
@@ -89,13 +85,11 @@ def build_accelerator_settings(arguments: Mapping[str, Any]) -> Settings:
         values |= translate_deepspeed(_read_plugin(plugin), "DeepSpeedPlugin", problems)
     values |= _choose_accumulation(arguments, values, problems)
     settings = Settings()
-    try:
+    with collecting(problems):
         file = load_deepspeed_file(values["deepspeed"]) if "deepspeed" in values else {}
         if find_value(file, "gradient_clipping") is not None:
             del values["clip_grad"]
         settings = arguments_from_mapping(values, source=_SOURCE)
-    except ConfigurationError as error:
-        problems += error.problems
     raise_problems(problems)
     return add_launch_flags(settings, values.keys() - {"clip_grad"})
 
@@ -113,23 +107,8 @@ def _read_plugin(plugin: Any) -> dict[str, Any]:
         values["hf_ds_config"] = None if repeats else content
     changed = {name: value for name, value in values.items() if value != ours[name]}
     if isinstance(content := changed.get("hf_ds_config"), dict):
-        changed["hf_ds_config"] = _write_for_this_process(content)
+        changed["hf_ds_config"] = spell_deepspeed(content)
     return {"zero_stage": values["zero_stage"], **changed}
-
-
-def _write_for_this_process(content: dict[str, Any]) -> str:
-    """A file with the content, for as long as the process runs: DeepSpeed's settings are a path."""
-    try:
-        text = json.dumps(content)
-    except (TypeError, ValueError) as reason:
-        raise ConfigurationError(
-            f"DeepSpeedPlugin(hf_ds_config={{...}}) must be what JSON can hold: {reason}."
-        ) from None
-    folder = Path(tempfile.mkdtemp(prefix="rapidformer-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = folder / "hf_ds_config.json"
-    path.write_text(text, encoding="utf-8")
-    return str(path)
 
 
 def _choose_accumulation(

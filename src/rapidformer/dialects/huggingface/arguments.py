@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,9 +23,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rapidformer.dialects.calls import check_arguments_call
-from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
-from rapidformer.dialects.huggingface.names import NEEDS_METRICS, NamedFields, list_changed
-from rapidformer.errors import ConfigurationError
+from rapidformer.dialects.huggingface.names import (
+    NEEDS_METRICS,
+    AcceleratorOptions,
+    NamedFields,
+    list_changed,
+)
+from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.log import warn_once
 
 if TYPE_CHECKING:
@@ -79,7 +82,15 @@ def takes_former_names(cls: type[C]) -> type[C]:
     @functools.wraps(build)
     def take(self: C, *positional: Any, **named: Any) -> None:
         named = _rename(named)
-        check_arguments_call(named.keys() - fields)
+        unknown = named.keys() - fields
+        check_arguments_call(unknown)
+        problems = [
+            f"{cls.__name__}({name}=...) is not supported: {reason}."
+            for name in sorted(unknown)
+            for start, reason in getattr(cls, "others", {}).items()
+            if name.startswith(start)
+        ]
+        raise_problems(problems)
         build(self, *positional, **named)
 
     cls.__init__ = take  # type: ignore[assignment]
@@ -157,8 +168,8 @@ class TrainingArguments(NamedFields):
             self.accelerator_config = AcceleratorOptions(**named)
 
     def __getattr__(self, name: str) -> Any:
-        """transformers' ``set_training``, ``set_save`` ...: they only set fields."""
-        if not name.startswith("set_"):
+        """transformers' ``set_training``, ``set_save`` ... only set fields, and these read them."""
+        if not name.startswith("set_") and name not in ("get_warmup_steps", "to_sanitized_dict"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         from transformers import TrainingArguments as Theirs
 
@@ -219,11 +230,6 @@ class TrainingArguments(NamedFields):
         """A level of Python's ``logging``: the replicas are quieter."""
         return _LEVELS[self.log_level if self.process_index == 0 else self.log_level_replica]
 
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of the warm-up in a run of this length."""
-        steps = self.warmup_steps
-        return int(steps) if steps >= 1 else math.ceil(steps * num_training_steps)
-
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """Let the first process (of each node) do something before the others, say fill a cache."""
@@ -252,16 +258,6 @@ class TrainingArguments(NamedFields):
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, default=str)
-
-    def to_sanitized_dict(self) -> dict[str, Any]:
-        """Every field as something that an experiment tracker can show."""
-        batches = {"train_batch_size": self.train_batch_size,
-                   "eval_batch_size": self.eval_batch_size}  # fmt: skip
-        plain = (bool, int, float, str)
-        return {
-            name: value if isinstance(value, plain) else str(value)
-            for name, value in (self.to_dict() | batches).items()
-        }
 
     def __str__(self) -> str:
         """What differs from the defaults first: that is what one looks for."""

@@ -12,9 +12,9 @@ from torch import nn
 
 from rapidformer.compat.patches import Change
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.dialects.huggingface.data_methods import adopt_loader
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
 from rapidformer.dialects.huggingface.events import REQUESTS, LoopEvents
-from rapidformer.dialects.huggingface.own_loaders import adopt_loader
 from rapidformer.engine import RapidformerEngine
 from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.training.evaluation import Evaluation, Progress

@@ -112,19 +112,13 @@ class TrackerCallback(TrainerCallback):
 
 
 def build_state(trainer: TrainerInterface) -> TrainerState:
-    """The state of a run that starts."""
+    """The state of a run that starts, with that of the callbacks."""
     args = trainer.args
     return TrainerState(
         is_local_process_zero=args.local_process_index == 0,
         is_world_process_zero=args.process_index == 0,
         stateful_callbacks=_list_stateful(trainer),
     )
-
-
-def update_stateful(trainer: TrainerInterface) -> None:
-    """Take the present state of the callbacks into the trainer's, before it is saved."""
-    collected = TrainerState(stateful_callbacks=_list_stateful(trainer))
-    trainer.state.stateful_callbacks = collected.stateful_callbacks
 
 
 def restore_stateful(trainer: TrainerInterface, saved: Mapping[str, Any]) -> None:

@@ -22,10 +22,13 @@ from transformers.trainer_utils import (
 
 from rapidformer.data.batch import IGNORED_LABEL
 from rapidformer.data.nested import map_tensors
-from rapidformer.dialects.huggingface.data_methods import DataMethods, has_loss_without_labels
+from rapidformer.dialects.huggingface.data_methods import (
+    DataMethods,
+    adopt_loader,
+    has_loss_without_labels,
+)
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics, Prediction
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels
-from rapidformer.dialects.huggingface.own_loaders import adopt_loader
 from rapidformer.dialects.huggingface.records import RunRecords
 from rapidformer.dist.attendance import attending
 from rapidformer.engine import RapidformerEngine
@@ -186,7 +189,10 @@ class EvaluationMethods(RunRecords, DataMethods):
         asked = prediction_loss_only
         loss_only = self.args.prediction_loss_only if asked is None else asked
         loader = adopt_loader(self.engine, dataloader, is_training=False)
-        self._await_all("predict" if description == "Prediction" else "evaluate")
+        # A habit is to call it on the first process alone, which would wait for the others.
+        method = "predict()" if description == "Prediction" else "evaluate()"
+        with attending(method, needs_all="each of them predicts a part of the rows"):
+            pass
         with ExitStack() as stack:
             if not self._is_training:
                 # A run of training has regularized the model already.
@@ -198,12 +204,6 @@ class EvaluationMethods(RunRecords, DataMethods):
         if not self._is_training:
             self.model.eval()  # scripts call the model next, and want no dropout
         return output
-
-    def _await_all(self, method: str) -> None:
-        """A habit is to call it on the first process alone, which would wait for the others."""
-        share = "each of them predicts a part of the rows"
-        with attending(f"{method}()", needs_all=share):
-            pass
 
     def _evaluating(self) -> AbstractContextManager[None]:
         """The model in evaluation mode, as it already is in the loop's own evaluations."""

@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 
-from rapidformer.dialects.huggingface.callbacks import restore_stateful, update_stateful
+from rapidformer.dialects.huggingface.callbacks import build_state, restore_stateful
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
-from rapidformer.dialects.huggingface.folders import lift_model, link_checkpoint, list_weights
-from rapidformer.dialects.huggingface.records import STATE_FILE
+from rapidformer.dialects.huggingface.records import (
+    STATE_FILE,
+    lift_model,
+    link_checkpoint,
+    list_weights,
+)
 from rapidformer.dist.collectives import gather_from_all, max_over_all
 from rapidformer.log import warn_once
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
@@ -218,9 +222,9 @@ class LoopEvents(Callback):
     def on_pre_save(self, loop: RunningLoop, control: Control) -> None:
         """Training may be further when the checkpoint is complete."""
         self._follow(loop)
-        update_stateful(self._trainer)
         self._count_work(loop)
         state = self._trainer.state
+        state.stateful_callbacks = build_state(self._trainer).stateful_callbacks
         self._saved = dataclasses.replace(state, log_history=[*state.log_history])
 
     def on_save(self, loop: RunningLoop, control: Control, folder: Path) -> None:

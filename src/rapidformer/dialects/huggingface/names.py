@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
 
-from rapidformer.dialects.huggingface.accelerator_options import AcceleratorOptions
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 
 Options = dict[str, Any] | str | None
@@ -21,6 +20,19 @@ NEEDS_METRICS = ("reduce_lr_on_plateau", "greedy")
 """Schedules that look at an evaluation."""
 _STRATEGIES = ("eval_strategy", "save_strategy", "logging_strategy", "lr_scheduler_type", "optim",
                "hub_strategy")  # fmt: skip
+
+
+@dataclass
+class AcceleratorOptions:
+    """``accelerator_config``: the arguments always hold one, and scripts set its fields."""
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = True
+    non_blocking: bool = False
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+    use_configured_state: bool = False
 
 
 @dataclass(repr=False)
@@ -249,12 +261,18 @@ def list_changed(arguments: NamedFields) -> list[str]:
     return [field.name for field in fields if field.name in changed]
 
 
+def read_rows(cls: type) -> dict[str, ForeignName]:
+    """What becomes of each field of a dataclass that says it."""
+    hints = get_type_hints(cls, include_extras=True)
+    rows = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: row for name, row in rows.items() if isinstance(row, ForeignName)}
+
+
 def _take_rows() -> dict[str, ForeignName]:
     """The table of all names; each field gets a text that ``HfArgumentParser`` shows."""
-    rows: dict[str, ForeignName] = {}
-    hints = get_type_hints(NamedFields, include_extras=True)
+    rows = read_rows(NamedFields)
     for field in dataclasses.fields(NamedFields):
-        rows[field.name] = row = hints[field.name].__metadata__[0]
+        row = rows[field.name]
         flag = f"--{row.setting.replace('_', '-')}" if row.setting else ""
         text = ": ".join(filter(None, (row.outcome, flag, row.note))).replace("%", "%%")
         field.metadata = MappingProxyType({"help": text})

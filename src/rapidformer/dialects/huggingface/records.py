@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers import Trainer as Theirs
 
+from rapidformer.checkpoint.finding import find_checkpoint
 from rapidformer.data.nested import map_tensors
 from rapidformer.dialects.huggingface.interface import TrainerInterface
-from rapidformer.errors import ConfigurationError
+from rapidformer.engine.checkpoints import EXPORTED
+from rapidformer.errors import CheckpointError, ConfigurationError
 from rapidformer.log import get_logger
 from rapidformer.models.adapters import get_inner
+from rapidformer.models.location import DESCRIPTION
 from rapidformer.strict_json import format_json
 
 if TYPE_CHECKING:
@@ -216,3 +221,45 @@ class RunRecords(TrainerInterface):
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
     path.write_text(format_json(values, indent=4, sort_keys=True, default=str), encoding="utf-8")
+
+
+# ---- checkpoints as folders that scripts look for and `from_pretrained` reads --------------------
+
+
+def link_checkpoint(folder: Path, step: int) -> None:
+    """``checkpoint-500`` next to ``iter_0000500``: the name that scripts look for."""
+    for link in folder.parent.glob("checkpoint-*"):
+        if link.is_symlink() and not link.exists():
+            link.unlink()  # its checkpoint has been removed
+    with contextlib.suppress(OSError):  # a file system without links
+        (folder.parent / f"checkpoint-{step}").symlink_to(folder.name)
+
+
+def list_weights(checkpoint: Path) -> list[tuple[str, int]]:
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    return [(path.name, path.stat().st_mtime_ns) for path in files]
+
+
+def lift_model(checkpoint: Path) -> None:
+    """Configuration, tokenizer and adapter as well where ``from_pretrained`` looks for them."""
+    for source in (checkpoint / EXPORTED, checkpoint / DESCRIPTION):
+        for path in source.glob("*"):
+            target = checkpoint / path.name
+            if path.is_file() and not target.exists():
+                shutil.copyfile(path, target)  # no link: a callback may overwrite it
+
+
+def find_checkpoint_folder(asked: str | bool | Path | None, output_dir: str | None) -> Path | None:
+    """What ``resume_from_checkpoint`` means: True is the newest one in the output folder."""
+    if asked is None or asked is False or asked == "":
+        return None
+    is_newest = asked is True or str(asked).lower() == "true"
+    source = Path(output_dir or ".") if is_newest else Path(str(asked)).expanduser()
+    checkpoint = find_checkpoint(source.resolve()) if source.is_dir() else None
+    if checkpoint is None:
+        raise CheckpointError(
+            f"resume_from_checkpoint={asked!r}: {source} holds no checkpoint (iter_… folders). "
+            "Checkpoints of transformers' own Trainer cannot be resumed: start from their weights "
+            "with from_pretrained()."
+        )
+    return checkpoint

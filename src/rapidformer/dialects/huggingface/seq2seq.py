@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import Seq2SeqTrainer as Theirs
 from transformers.trainer_utils import PredictionOutput
 
 from rapidformer.dialects.huggingface.arguments import Seq2SeqTrainingArguments
@@ -33,7 +31,11 @@ class Seq2SeqTrainer(Trainer):
                 f"Seq2SeqTrainer takes Seq2SeqTrainingArguments, got {type(self.args).__name__}."
             )
         if self.args.generation_config is not None:
-            config = _load_generation_config(self.args.generation_config)
+            try:
+                config = Theirs.load_generation_config(self.args.generation_config)
+            except ValueError as reason:  # refused now, and not by the first checkpoint
+                problem = f"generation_config contradicts itself: {reason}"
+                raise ConfigurationError(problem) from None
             cast(Any, self.model).generation_config = config
 
     def evaluate(
@@ -94,19 +96,3 @@ class Seq2SeqTrainer(Trainer):
         if tokens is None or padding is None or tokens.shape[-1] >= width:
             return tokens
         return nn.functional.pad(tokens, (0, width - tokens.shape[-1]), value=padding)
-
-
-def _load_generation_config(given: Any) -> GenerationConfig:
-    """A configuration, or one in a folder, in a file or on the Hub; one that cannot be saved is
-    refused now, and not by the first checkpoint."""
-    if isinstance(given, GenerationConfig):
-        config = copy.deepcopy(given)
-    elif (path := Path(given)).is_file():
-        config = GenerationConfig.from_pretrained(path.parent, path.name)
-    else:
-        config = GenerationConfig.from_pretrained(str(given))
-    try:
-        config.validate(strict=True)
-    except ValueError as reason:
-        raise ConfigurationError(f"generation_config contradicts itself: {reason}") from None
-    return config

@@ -16,18 +16,18 @@ from numbers import Number
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
-from uuid import uuid4
 
 from rapidformer.config import Settings, arguments_from_mapping
+from rapidformer.config.deepspeed_file import spell_deepspeed
 from rapidformer.dialects.calls import add_launch_flags, check_names
-from rapidformer.dialects.huggingface.accelerator_options import ACCUMULATION, DEFAULTS, READ
 from rapidformer.dialects.huggingface.names import (
     HUGGING_FACE,
     NEEDS_METRICS,
+    AcceleratorOptions,
     NamedFields,
     list_changed,
 )
-from rapidformer.errors import ConfigurationError, raise_problems
+from rapidformer.errors import collecting, raise_problems
 from rapidformer.foreign_names import find_names
 from rapidformer.log import warn_once
 
@@ -37,6 +37,10 @@ _DEFAULT = "derived: Hugging Face's default"
 _CURVES = {"linear": "linear", "cosine": "cosine", "constant": "constant",
            "constant_with_warmup": "constant"}  # fmt: skip
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
+_ACCUMULATION = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+"""What ``gradient_accumulation_kwargs`` may hold; only the first changes what a run computes."""
+_READ = ("split_batches", "gradient_accumulation_kwargs")
+"""What has an effect of ``accelerator_config``."""
 MADE_HERE = {"adagrad": "Adagrad", "rmsprop": "RMSprop", "adafactor": "transformers' own"}
 
 Values = dict[str, Any]
@@ -47,8 +51,6 @@ def build_settings(arguments: NamedFields) -> Settings:
     """The settings of a run; every problem of the arguments is in the one ConfigurationError."""
     arguments.use_plain_words()  # a script may have set fields since
     settings = check_arguments(arguments)
-    if isinstance(arguments.deepspeed, dict):
-        _write_deepspeed(arguments.deepspeed, _get_deepspeed_file(arguments))
     return add_launch_flags(settings)
 
 
@@ -69,10 +71,8 @@ def check_arguments(arguments: NamedFields) -> Settings:
     theirs = {name: getattr(arguments, name) for name in HUGGING_FACE if name in changed}
     check_names(_SOURCE, theirs, HUGGING_FACE, problems)
     settings = Settings()
-    try:
+    with collecting(problems):
         settings = arguments_from_mapping(said, source=_SOURCE)
-    except ConfigurationError as error:
-        problems += error.problems
     raise_problems(problems)
     # The defaults are converted too, since `replace` does not do it.
     rest = {name: value for name, value in assumed.items() if name not in said}
@@ -237,17 +237,18 @@ def _translate_accelerator(arguments: NamedFields, problems: list[str]) -> Value
             f"the rows of all {processes} processes. Here it always counts those of one: leave "
             f"split_batches out, and divide both batch sizes by {processes}."
         )
+    known = dataclasses.asdict(AcceleratorOptions())
     for name, value in config.items():
-        if name not in DEFAULTS:
-            problems.append(f"accelerator_config: {name!r} is not one of {', '.join(DEFAULTS)}.")
-        elif name not in READ and value != DEFAULTS[name]:
+        if name not in known:
+            problems.append(f"accelerator_config: {name!r} is not one of {', '.join(known)}.")
+        elif name not in _READ and value != known[name]:
             warn_once(f"accelerator_config: {name} has no effect, as Accelerate is not used.")
     accumulation = config.get("gradient_accumulation_kwargs") or {}
     problems += [
         f"accelerator_config: {name!r} in gradient_accumulation_kwargs is not one of "
-        f"{', '.join(ACCUMULATION)}."
+        f"{', '.join(_ACCUMULATION)}."
         for name in accumulation
-        if name not in ACCUMULATION
+        if name not in _ACCUMULATION
     ]
     steps = accumulation.get("num_steps")
     if steps is None:
@@ -281,25 +282,8 @@ def _translate_parallelism(arguments: NamedFields, problems: list[str]) -> Value
 
 
 def _translate_deepspeed(arguments: NamedFields, problems: list[str]) -> Values:
-    """A dictionary is written into the run's folder, where the run can be repeated from."""
     content = arguments.deepspeed
-    if not content:
-        return {}
-    is_path = isinstance(content, str)
-    return {"deepspeed": content if is_path else str(_get_deepspeed_file(arguments))}
-
-
-def _get_deepspeed_file(arguments: NamedFields) -> Path:
-    # deepspeed.json may be a file of the user's
-    return Path(arguments.output_dir or ".") / ".deepspeed.json"
-
-
-def _write_deepspeed(content: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Every process, of any node, writes the same text, each by way of a file of its own.
-    staging = path.with_name(f".deepspeed-{uuid4().hex}.json")
-    staging.write_text(json.dumps(content, indent=2), encoding="utf-8")
-    staging.replace(path)
+    return {"deepspeed": spell_deepspeed(content)} if content else {}
 
 
 _TRANSLATIONS: dict[tuple[str, ...], _Translate] = {

@@ -27,11 +27,11 @@ from rapidformer.dialects.huggingface.callbacks import (
 )
 from rapidformer.dialects.huggingface.data_methods import choose_collator, find_label_names
 from rapidformer.dialects.huggingface.evaluating import EvaluationMethods
-from rapidformer.dialects.huggingface.folders import find_checkpoint_folder
 from rapidformer.dialects.huggingface.interface import Inputs, Keys, Metrics
 from rapidformer.dialects.huggingface.loss import call_with_count, count_labels, get_loss, takes
 from rapidformer.dialects.huggingface.optimizing import OptimizerMethods
 from rapidformer.dialects.huggingface.overrides import check_overrides
+from rapidformer.dialects.huggingface.records import find_checkpoint_folder
 from rapidformer.dialects.huggingface.search import search
 from rapidformer.dialects.huggingface.settings import build_settings
 from rapidformer.dist.seeding import seed_everything
@@ -214,7 +214,9 @@ class Trainer(OptimizerMethods, EvaluationMethods):
             seed_everything(self.args.seed, deterministic=self.args.full_determinism)
             self.model, self._engine = self.call_model_init(trial), None
             self.optimizer = self.lr_scheduler = None
-        self._set_model_flags()
+        config: Any = getattr(self.model, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = self.args.use_cache
         tokens = (PreTrainedTokenizerBase, ProcessorMixin)
         if isinstance(self.processing_class, tokens) and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)
@@ -277,11 +279,6 @@ class Trainer(OptimizerMethods, EvaluationMethods):
         self.log(metrics)
         self._results = metrics
         return metrics
-
-    def _set_model_flags(self) -> None:
-        config = getattr(self.model, "config", None)
-        if config is not None and hasattr(config, "use_cache"):
-            config.use_cache = self.args.use_cache
 
     def build_objective(self) -> Objective | None:
         """What is learnt, if it is not the loss of ``compute_loss``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def read_prompts(data: Any) -> list[Row]:
     """A text, a file with a text per line, a list of texts, or a data set's rows."""
     if data is None:
         raise DataError("Trainer.predict() needs input_data: a text, a list of texts or a file.")
-    if isinstance(data, Path) or (isinstance(data, str) and _is_file(data)):
+    # Not with Path: a long text is no file name.
+    if isinstance(data, Path) or (isinstance(data, str) and os.path.isfile(data)):  # noqa: PTH113
         lines = Path(data).read_text(encoding="utf-8").splitlines()
         return [line for line in lines if line.strip()]
     if isinstance(data, (str, dict)):
@@ -123,13 +125,6 @@ def _list_texts(answer: dict[str, Any]) -> list[str]:
     """One text, or ``num_return_sequences`` of them."""
     texts = answer["generated"]
     return texts if isinstance(texts, list) else [texts]
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except OSError:  # a long text is no file name
-        return False
 
 
 class TaskEvents(LoopEvents):

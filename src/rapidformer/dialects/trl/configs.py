@@ -7,48 +7,21 @@ A row says what becomes of a name, as in ``dialects/huggingface/names.py``; thos
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
+from typing import Annotated, Any, ClassVar
 
 from rapidformer.dialects.calls import check_names
 from rapidformer.dialects.huggingface.arguments import TrainingArguments, takes_former_names
+from rapidformer.dialects.huggingface.names import HUGGING_FACE, list_changed, read_rows
 from rapidformer.errors import ConfigurationError, raise_problems
 from rapidformer.foreign_names import ForeignName, honoured, ignored, mapped, refused
 from rapidformer.log import warn_once
 
-C = TypeVar("C", bound="type[TaskConfig]")
 _PADDING = ignored("rows are padded to the longest of their batch", default="auto")
 _SYNC = refused("the reference is what the run started from")
 _VLLM = refused("answers are drawn by the model itself; there is no inference server")
-
-
-def _takes_other_names(refusals: Mapping[str, str]) -> Callable[[C], C]:
-    """Let a class say why it does not have these names of TRL's; ``vllm_`` stands for many."""
-
-    def decorate(cls: C) -> C:
-        build: Callable[..., None] = cls.__init__
-        fields = inspect.signature(build).parameters.keys()
-
-        @functools.wraps(build)
-        def take(self: TaskConfig, *positional: Any, **named: Any) -> None:
-            unknown = named.keys() - fields
-            problems = [
-                f"{cls.__name__}({name}=...) is not supported: {reason}."
-                for name in sorted(unknown)
-                for start, reason in refusals.items()
-                if name.startswith(start)
-            ]
-            raise_problems(problems)
-            build(self, *positional, **named)
-
-        cls.__init__ = take  # type: ignore[method-assign]
-        return cls
-
-    return decorate
 
 
 @dataclass(repr=False)
@@ -57,6 +30,8 @@ class TaskConfig(TrainingArguments):
 
     task: ClassVar[str] = "preference"
     loss: ClassVar[str | None] = None
+    others: ClassVar[Mapping[str, str]] = {}
+    """Names of TRL's that it does not have, and why; ``vllm_`` stands for many."""
     logging_steps: float = 10
     gradient_checkpointing: bool = True
     bf16: bool | None = None  # type: ignore[assignment]
@@ -78,18 +53,14 @@ class TaskConfig(TrainingArguments):
         super().__post_init__()
         problems: list[str] = []
         table = self.get_table()
-        changed = {n: v for n in table if (v := getattr(self, n)) != _get_default(self, n)}
+        changed = {name: getattr(self, name) for name in list_changed(self) if name in table}
         check_names(type(self).__name__, changed, table, problems)
         raise_problems(problems)
 
     @classmethod
     def get_table(cls) -> dict[str, ForeignName]:
         """The names that are TRL's own, and what becomes of them."""
-        hints = get_type_hints(cls, include_extras=True)
-        names = [field.name for field in dataclasses.fields(cls)]
-        rows = {n: getattr(hints[n], "__metadata__", (None,))[0] for n in names}
-        theirs = {field.name for field in dataclasses.fields(TrainingArguments)}
-        return {n: row for n, row in rows.items() if n not in theirs and row is not None}
+        return {name: row for name, row in read_rows(cls).items() if name not in HUGGING_FACE}
 
     def list_settings(self) -> dict[str, Any]:
         """The settings that they stand for."""
@@ -110,12 +81,6 @@ def _parse(text: str) -> dict[str, Any]:
             '\'{"attn_implementation": "sdpa"}\'.'
         )
     return options
-
-
-def _get_default(config: Any, name: str) -> Any:
-    field = config.__dataclass_fields__[name]
-    make = field.default_factory
-    return make() if make is not dataclasses.MISSING else field.default
 
 
 def _has_bf16(config: Any) -> bool:
@@ -151,11 +116,13 @@ class PlainConfig(TaskConfig):
 
 
 @takes_former_names
-@_takes_other_names({"pad_token": "set tokenizer.pad_token", "padding_free": "leave it out: unpad"})
 @dataclass(repr=False)
 class DPOConfig(ReferenceConfig):
     """How to learn from pairs of answers."""
 
+    others: ClassVar[Mapping[str, str]] = {
+        "pad_token": "set tokenizer.pad_token", "padding_free": "leave it out: unpad",
+    }  # fmt: skip
     truncation_mode: Annotated[str, refused("answers are cut at their end")] = "keep_start"
     loss_type: Annotated[list[str] | str, honoured(
         "sigmoid, sigmoid_norm, ipo, hinge, robust or apo_zero, alone or with sft",
@@ -209,12 +176,12 @@ class KTOConfig(ReferenceConfig):
 
 
 @takes_former_names
-@_takes_other_names({"pad_token": "set tokenizer.pad_token"})
 @dataclass(repr=False)
 class RewardConfig(TaskConfig):
     """How to learn to score answers."""
 
     task: ClassVar[str] = "reward"
+    others: ClassVar[Mapping[str, str]] = {"pad_token": "set tokenizer.pad_token"}
     learning_rate: float = 1e-4
     chat_template_path: Annotated[str | None, mapped("chat_template")] = None
     eos_token: Annotated[str | None, refused("the tokenizer's own ends a row")] = None
@@ -252,20 +219,20 @@ class CPOConfig(PlainConfig):
 
 
 @takes_former_names
-@_takes_other_names({
-    "vllm_": "answers are drawn by the model itself; there is no inference server",
-    "use_transformers_": "answers are drawn batch by batch", "sapo_": "there is no such loss",
-    "vespo_": "there is no such loss", "entropy_": "there is no entropy bonus",
-    "use_adaptive_entropy": "there is no entropy bonus",
-    "max_tool_calling_iterations": "answers call no tools",
-    "generation_kwargs": "give temperature, top_p, top_k or min_p",
-    "cast_lm_head_to_fp32": "log-probabilities are always computed in fp32",
-})  # fmt: skip
 @dataclass(repr=False)
 class GRPOConfig(TaskConfig):
     """How to learn from rewards. ``per_device_train_batch_size`` counts answers, as in TRL."""
 
     task: ClassVar[str] = "grpo"
+    others: ClassVar[Mapping[str, str]] = {
+        "vllm_": "answers are drawn by the model itself; there is no inference server",
+        "use_transformers_": "answers are drawn batch by batch", "sapo_": "there is no such loss",
+        "vespo_": "there is no such loss", "entropy_": "there is no entropy bonus",
+        "use_adaptive_entropy": "there is no entropy bonus",
+        "max_tool_calling_iterations": "answers call no tools",
+        "generation_kwargs": "give temperature, top_p, top_k or min_p",
+        "cast_lm_head_to_fp32": "log-probabilities are always computed in fp32",
+    }  # fmt: skip
     max_length: Annotated[int | None, mapped("seq_length")] = None
     disable_dropout: Annotated[bool, honoured("always off")] = True
     num_generations: Annotated[int, mapped("num_generations")] = 8

@@ -112,7 +112,9 @@ def write_modelfile(file: Path, model: str, tokenizer: Any, metadata: Metadata) 
     try:
         if turns is None:
             raise _NoTemplateError("there is no chat template that writes messages one by one")
-        own = _without_start(turns, bos)
+        # Ollama adds the first token itself where the file says so.
+        system = turns.system and (turns.system[0].removeprefix(bos), turns.system[1])
+        own = replace(turns, begin=turns.begin.removeprefix(bos), system=system)
         lines, said = [source, f'TEMPLATE """{translate(own)}"""'], _prove(tokenizer, own, bos)
     except _NoTemplateError as reason:
         said = f"Modelfile without a TEMPLATE: {reason}"
@@ -124,12 +126,6 @@ def write_modelfile(file: Path, model: str, tokenizer: Any, metadata: Metadata) 
         lines.append(f'PARAMETER stop "{end}"')
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     get_logger().info("ollama    %s", said)
-
-
-def _without_start(turns: Turns, bos: str) -> Turns:
-    """Ollama adds the first token itself where the file says so."""
-    system = turns.system and (turns.system[0].removeprefix(bos), turns.system[1])
-    return replace(turns, begin=turns.begin.removeprefix(bos), system=system)
 
 
 def _prove(tokenizer: Any, turns: Turns, bos: str) -> str:

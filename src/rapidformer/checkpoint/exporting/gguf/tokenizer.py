@@ -45,9 +45,10 @@ def describe_tokenizer(tokenizer: Any, vocabulary: int) -> Metadata:
     for step in _list_steps(content["normalizer"]):
         if step["type"] not in _NORMALIZERS:
             raise _refuse(f"llama.cpp has no {step['type']} normalizer")
-    kind = content["model"]["type"]
+    kind, keys = content["model"]["type"], dict[str, Any]()
     if kind == "BPE" and _find(content, "decoder", "ByteLevel"):
-        keys = _describe_byte_level(content)
+        merges = [m if isinstance(m, str) else " ".join(m) for m in content["model"]["merges"]]
+        keys = {"ggml.model": "gpt2", "ggml.pre": _find_pattern(content), "ggml.merges": merges}
     elif kind == "BPE" and content["model"].get("byte_fallback"):
         keys = _describe_sentence_piece(content)
     elif kind == "Unigram":
@@ -102,14 +103,6 @@ def _list_tokens(
 
 
 # ---- three kinds ---------------------------------------------------------------------------------
-
-
-def _describe_byte_level(content: dict[str, Any]) -> dict[str, Any]:
-    merges = content["model"]["merges"]
-    return {
-        "ggml.model": "gpt2", "ggml.pre": _find_pattern(content),
-        "ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in merges],
-    }  # fmt: skip
 
 
 def _find_pattern(content: dict[str, Any]) -> str:

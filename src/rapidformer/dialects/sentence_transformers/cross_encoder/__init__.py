@@ -2,7 +2,9 @@
 
 from rapidformer.dialects.sentence_transformers.arguments import CrossEncoderTrainingArguments
 from rapidformer.dialects.sentence_transformers.cross_encoder import losses
-from rapidformer.dialects.sentence_transformers.cross_encoder.model import CrossEncoder
-from rapidformer.dialects.sentence_transformers.cross_encoder.trainer import CrossEncoderTrainer
+from rapidformer.dialects.sentence_transformers.cross_encoder.model import (
+    CrossEncoder,
+    CrossEncoderTrainer,
+)
 
 __all__ = ["CrossEncoder", "CrossEncoderTrainer", "CrossEncoderTrainingArguments", "losses"]

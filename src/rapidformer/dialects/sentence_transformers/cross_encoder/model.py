@@ -1,4 +1,4 @@
-"""``CrossEncoder``: a transformer that reads two texts together and scores them."""
+"""``CrossEncoder``, which reads two texts together and scores them, and its trainer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+from rapidformer.dialects.sentence_transformers.arguments import CrossEncoderTrainingArguments
+from rapidformer.dialects.sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+from rapidformer.dialects.sentence_transformers.losses import Loss
 from rapidformer.dialects.sentence_transformers.model import ModelCard, refuse_options
+from rapidformer.dialects.sentence_transformers.trainer import PairTrainer
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.evaluation_mode import evaluation_mode
-from rapidformer.tasks.embedding.reranking import read_activation
+from rapidformer.tasks.base import PreparedData
+from rapidformer.tasks.embedding.columns import PairColumns
+from rapidformer.tasks.embedding.reranking import Reranking, read_activation
 from rapidformer.tasks.text.text import get_context_length
 
 Activation = Callable[[Tensor], Tensor]
@@ -154,3 +160,23 @@ def take_parts(model: Any) -> Parts:
     name_activation(model)
     context = get_context_length(model.tokenizer, model.config)
     return Parts(model.model, model.tokenizer, min(model.max_seq_length or context, context))
+
+
+class CrossEncoderTrainer(PairTrainer):
+    """Trains a CrossEncoder on pairs of texts: columns count by their order, as in its own."""
+
+    room = "rapidformer.dialects.sentence_transformers.cross_encoder"
+    arguments_class = CrossEncoderTrainingArguments
+    task: Reranking
+
+    def _take(self, model: Any) -> Any:
+        self.task, self._parts = Reranking(), take_parts(model)
+        return self._parts.transformer
+
+    def _choose_loss(self) -> Loss:
+        return BinaryCrossEntropyLoss()
+
+    def _prepare_pairs(self, tables: Any, columns: PairColumns) -> PreparedData:
+        _, tokenizer, length = self._parts
+        tokenizer.model_max_length = length  # as it is saved, it cuts where training did
+        return self.task.prepare_tables(self._build_parts(tokenizer, length), tables, columns)
