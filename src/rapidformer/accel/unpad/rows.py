@@ -34,9 +34,12 @@ class Sizes(NamedTuple):
 NO_SIZES = Sizes()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rows:
-    """The real tokens of a batch, laid end to end."""
+    """The real tokens of a batch, laid end to end.
+
+    Not frozen: torch.compile compiles again if anything in a frozen object changes, used or not.
+    """
 
     shape: tuple[int, int]
     """Rows and columns of the padded batch."""
@@ -62,6 +65,8 @@ class Rows:
     """Whether tensors are overwritten in place, so that ``lengths`` are from an earlier batch."""
     origin: MaskOrigin | None = field(default=None, compare=False)
     """Set if code of the user's own may use other masks (``origin.py``)."""
+    packed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, compare=False)
+    """Arguments of blocks by their ids, as they are and packed."""
 
     @staticmethod
     def read(real: Mask, device: torch.device | None = None, *, rounds_up: bool = False) -> Rows:
@@ -120,12 +125,12 @@ class Rows:
         # As many as if all of it were padding: the same for every batch of these sizes.
         most = len(lengths) + -(-size // bound)
         ends = rows._compute_ends(2 ** most.bit_length() - len(rows.lengths))
-        vars(rows).update(bound=bound, ends=ends)
+        rows.bound, rows.ends = bound, ends
         return rows
 
     def note_origin(self, mask: Tensor, is_real: Mask | None) -> None:
         """Use these rows only where a mask says the same as this one."""
-        vars(self).update(origin=MaskOrigin(mask, count_changes(mask), is_real))
+        self.origin = MaskOrigin(mask, count_changes(mask), is_real)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -150,8 +155,8 @@ class Rows:
 
     def fix(self, places: Tensor, columns: Tensor, ends: Tensor) -> Rows:
         """The same rows with these ``tensors``, which may be overwritten in place."""
-        fixed = replace(self, places=places, columns=columns, is_fixed=True)
-        vars(fixed).update(ends=ends, bound=self.bound)
+        fixed = replace(self, places=places, columns=columns, is_fixed=True, packed={})
+        fixed.ends, fixed.bound = ends, self.bound
         return fixed
 
     def _round_up(self) -> Rows:
@@ -166,16 +171,8 @@ class Rows:
         places, columns = send(self.places, device), send(self.columns, device)
         moved = replace(self, places=places, columns=columns)
         if self.is_filled:  # others compute these from their lengths
-            vars(moved).update(bound=self.bound, ends=send(self.ends, device))
+            moved.bound, moved.ends = self.bound, send(self.ends, device)
         return moved
-
-    @cached_property
-    def packed(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """Arguments of blocks by their ids, as they are and packed.
-
-        Not a field: a compiler looks into those of a frozen object, and ids never come back.
-        """
-        return {}
 
     @cached_property
     def longest(self) -> int:
@@ -200,7 +197,7 @@ class Rows:
     def extend_ends(self, other: Rows) -> None:
         """Add empty rows until there are as many ``ends`` as in ``other``."""
         if len(self.ends) < len(other.ends):
-            vars(self)["ends"] = self._compute_ends(len(other.ends) - 1 - len(self.lengths))
+            self.ends = self._compute_ends(len(other.ends) - 1 - len(self.lengths))
 
     @cached_property
     def numbers(self) -> Tensor:
