@@ -19,7 +19,7 @@ from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.metrics.generation import count_edits
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.speech.audio import open_clip
-from rapidformer.tasks.speech.spec_augment import SEEDS
+from rapidformer.tasks.speech.losses import SEEDS
 
 from .conftest import compute_metrics, make_args, run_split, write_jsonl
 from .speech_rig import RATE, make_ctc_model, make_rows, make_tones, make_whisper

@@ -14,15 +14,16 @@ import torch
 from rapidformer.engine import RapidformerEngine
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.evaluation import evaluating
-from rapidformer.tasks.evaluation.answers import AnswerTally
 from rapidformer.tasks.metrics.classification import (
     ClassTally,
+    EntityTally,
     MultiLabelTally,
     RegressionTally,
+    TagTally,
 )
-from rapidformer.tasks.metrics.entities import EntityTally, TagTally
 from rapidformer.tasks.metrics.generation import TextTally
 from rapidformer.tasks.metrics.tally import ChoiceTally, TokenTally
+from rapidformer.tasks.text.windows import AnswerTally
 
 ROWS = 100_000
 LOSS = {"loss": 0.5, "count": 1}

@@ -15,13 +15,6 @@ from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
-from rapidformer.tasks.evaluation.answers import (
-    AnswerTally,
-    choose_answer,
-    compute_window_losses,
-    find_best_spans,
-    join_windows,
-)
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
 from rapidformer.tasks.rows.rows import (
@@ -33,7 +26,16 @@ from rapidformer.tasks.rows.rows import (
     has_columns,
 )
 from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
-from rapidformer.tasks.text.windows import encode_windows, lacks_an_answer, read_texts
+from rapidformer.tasks.text.windows import (
+    AnswerTally,
+    choose_answer,
+    compute_window_losses,
+    encode_windows,
+    find_best_spans,
+    join_windows,
+    lacks_an_answer,
+    read_texts,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -14,8 +14,7 @@ from rapidformer.log import warn, warn_once
 from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.objectives.objective import AskedModel
 from rapidformer.tasks.base import PreparedData, Task
-from rapidformer.tasks.evaluation.evaluating import measure
-from rapidformer.tasks.evaluation.frozen import add_context, compose_frozen_models
+from rapidformer.tasks.evaluation.evaluating import add_context, compose_frozen_models, measure
 from rapidformer.tasks.evaluation.samples import SampleAnswers, describe_tables, generate_samples
 from rapidformer.tasks.mixture import prepare_data
 from rapidformer.tasks.registry import describe_unused_flags, get_task

@@ -23,7 +23,12 @@ from rapidformer.tasks.labels.labels import (
     get_output_names,
     read_classes,
 )
-from rapidformer.tasks.metrics.entities import EntityTally, TagTally, find_entities, has_entity_tags
+from rapidformer.tasks.metrics.classification import (
+    EntityTally,
+    TagTally,
+    find_entities,
+    has_entity_tags,
+)
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
 from rapidformer.tasks.rows.rows import (

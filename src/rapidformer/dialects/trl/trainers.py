@@ -30,7 +30,7 @@ from rapidformer.objectives import Context, Objective
 from rapidformer.objectives.objective import AskedModel
 from rapidformer.objectives.reference import REFERENCE
 from rapidformer.tasks.base import PreparedData, Task
-from rapidformer.tasks.evaluation.frozen import add_context
+from rapidformer.tasks.evaluation.evaluating import add_context
 from rapidformer.tasks.grpo.rewards import weigh
 from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.registry import get_task

@@ -40,8 +40,7 @@ from rapidformer.tasks.text.text import TextParts, get_context_length, load_text
 if TYPE_CHECKING:
     from torch import nn
 
-    from rapidformer.tasks.embedding.collate import ItemCollator
-    from rapidformer.tasks.embedding.losses import LossSettings
+    from rapidformer.tasks.embedding.objective import ItemCollator, LossSettings
 
 _LOSSES = ("infonce", "cosent", "cosine", "triplet", "margin_mse")
 _OF_PAIRS = ("cosent", "cosine")
@@ -108,7 +107,7 @@ class Embedding(PairTask):
         return _add_recipe(prepared, parts, recipe, loss)
 
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        from rapidformer.tasks.embedding.losses import LossSettings
+        from rapidformer.tasks.embedding.objective import LossSettings
 
         parts, saved = _load(args)
         table = as_rows(rows, args.text_column or "text")
@@ -183,7 +182,7 @@ def load_pair_parts(args: Settings, length: int | None = None) -> TextParts:
 
 def build_collator(features: Mapping[str, Any], parts: TextParts) -> ItemCollator:
     """For items with as many texts and scores as any of these has."""
-    from rapidformer.tasks.embedding.collate import ItemCollator
+    from rapidformer.tasks.embedding.objective import ItemCollator
     from rapidformer.tasks.text.text import build_text_collator
 
     pads = build_text_collator(parts.tokenizer).pad_values
@@ -215,7 +214,7 @@ def encode_splits(
 def _choose_loss(columns: PairColumns, parts: TextParts) -> LossSettings:
     """What was asked for, or what the columns are for; errors say what the data lacks."""
     from rapidformer.models.configuration import get_size
-    from rapidformer.tasks.embedding.losses import LossSettings
+    from rapidformer.tasks.embedding.objective import LossSettings
 
     args = parts.args
     default = "infonce"
@@ -351,7 +350,7 @@ def _compute_loss(records: Sequence[Mapping[str, Any]], loss: LossSettings) -> t
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from rapidformer.tasks.embedding.losses import Items, compute_losses
+    from rapidformer.tasks.embedding.objective import Items, compute_losses
 
     def join(name: str, value: float = 0.0) -> torch.Tensor:
         rows = [torch.as_tensor(record[name]) for record in records]

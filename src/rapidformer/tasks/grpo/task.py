@@ -117,8 +117,7 @@ class Grpo(CausalLM):
     def build(self, args: Settings, tokenizer: Any, config: Any) -> Objective:
         """The objective of a model with this tokenizer and configuration."""
         from rapidformer.tasks.grpo.objective import GrpoLoss, GrpoObjective
-        from rapidformer.tasks.grpo.rollouts import Rollouts
-        from rapidformer.tasks.grpo.sampling import Sampling
+        from rapidformer.tasks.grpo.rollouts import Rollouts, Sampling
 
         _, new_tokens = _divide_length(args, tokenizer, config)
         sampling = Sampling(
@@ -140,7 +139,7 @@ class Grpo(CausalLM):
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         if prepared.extras["mode"] != "reward":
             return super().evaluate_step(model, batch, prepared)
-        from rapidformer.tasks.grpo.sampling import generate_whole
+        from rapidformer.tasks.grpo.rollouts import generate_whole
 
         functions, tokenizer = prepared.extras["functions"], prepared.processor
         drawn = generate_whole(model, batch, tokenizer, prepared.extras["new_tokens"])

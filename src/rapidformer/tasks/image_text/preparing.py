@@ -32,8 +32,7 @@ from rapidformer.tasks.image_text.encoding import (
     Rendered,
     get_image_token,
 )
-from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
-from rapidformer.tasks.image_text.stream import ImageTextStream
+from rapidformer.tasks.image_text.rows import ImageTextRows, ImageTextStream, measure_rows
 from rapidformer.tasks.rows.images import measure_image
 from rapidformer.tasks.rows.named_files import list_folders
 from rapidformer.tasks.rows.rows import (

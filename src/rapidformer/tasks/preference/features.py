@@ -27,8 +27,12 @@ from rapidformer.tasks.chat.features import (
     join_splits,
 )
 from rapidformer.tasks.chat.turns import ChatRows, name_rows
-from rapidformer.tasks.preference.columns import PreferenceColumns, find_preference_columns
-from rapidformer.tasks.preference.examples import Example, read_examples
+from rapidformer.tasks.preference.examples import (
+    Example,
+    PreferenceColumns,
+    find_preference_columns,
+    read_examples,
+)
 from rapidformer.tasks.preference.losses import LossSettings
 from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import (

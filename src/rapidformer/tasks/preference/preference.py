@@ -13,7 +13,7 @@ from rapidformer.config import Settings
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.evaluation.generating import generate_records
-from rapidformer.tasks.preference.columns import ANSWER, LABEL, PAIR_ROLES, find_preference_columns
+from rapidformer.tasks.preference.examples import ANSWER, LABEL, PAIR_ROLES, find_preference_columns
 from rapidformer.tasks.rows.rows import to_rows
 from rapidformer.tasks.text.text import TextParts, build_text_collator, load_text_parts
 

@@ -14,7 +14,7 @@ from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
 from rapidformer.tasks.chat.columns import RESPONSE, ChatColumns, find_chat_columns
-from rapidformer.tasks.preference.columns import (
+from rapidformer.tasks.preference.examples import (
     MARGIN,
     PAIR_ROLES,
     REJECTED,

@@ -93,7 +93,7 @@ class AudioClassification(FileClassifier):
         return model
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
-        from rapidformer.tasks.speech.spec_augment import drop_seeds
+        from rapidformer.tasks.speech.losses import drop_seeds
 
         return super().evaluate_step(model, drop_seeds(batch), prepared)
 

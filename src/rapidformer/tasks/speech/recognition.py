@@ -148,7 +148,7 @@ class SpeechRecognition(Task):
         return model
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        from rapidformer.tasks.speech.spec_augment import drop_seeds
+        from rapidformer.tasks.speech.losses import drop_seeds
 
         inputs = drop_seeds(batch)
         step = _write if prepared.extras["transcripts"].writes else _spell
@@ -217,7 +217,7 @@ def _prepare_split(
     table: Any, split: str, audio: str, text: str | None, transcripts: Transcripts
 ) -> tuple[Any, Any]:
     """The rows of a split, and the transcript of each, if it is a table."""
-    from rapidformer.tasks.speech.spec_augment import masks_time
+    from rapidformer.tasks.speech.losses import masks_time
     from rapidformer.tasks.text.text import get_tokenizer_key
 
     parts = transcripts.parts

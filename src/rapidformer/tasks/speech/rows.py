@@ -79,7 +79,7 @@ class AudioParts(NamedTuple):
         self, rows: Mapping[str, Any], loss: Objective, settings: Mapping[str, Any], **more: Any
     ) -> PreparedData:
         """The splits of a task, with these ``settings`` of its model."""
-        from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
+        from rapidformer.tasks.speech.losses import AudioCollator, masks_anything
 
         collate = AudioCollator(self.extractor, has_seeds=masks_anything(self.config))
         settings = {**settings, **self.settings}
@@ -101,7 +101,7 @@ def load_audio_parts(args: Settings) -> AudioParts:
     from rapidformer.models.audio import load_feature_extractor
     from rapidformer.models.configuration import load_config
     from rapidformer.models.plan import LAYER_DROPS
-    from rapidformer.tasks.speech.spec_augment import get_mask_settings
+    from rapidformer.tasks.speech.losses import get_mask_settings
 
     config = load_config(args)
     settings = get_mask_settings(config, args)
