@@ -108,7 +108,7 @@ def read_targets(first: int, count: int) -> tuple[list[str], list[str]]:
     [
         (ClassTally(["a", "b", "c"]), CLASS, ["_matrix"]),
         (MultiLabelTally(["a", "b", "c"]), {**CLASS, "label": [0.0, 1.0, 1.0]}, ["_matrix"]),
-        (TokenTally(), {**LOSS, "hits": 1}, []),
+        (TokenTally(), {**LOSS, "by_token": {"accuracy": (1, 1)}}, ["_sums", "_counts"]),
         (ChoiceTally(), CLASS, []),
         (EntityTally(["O", "B-X", "I-X"]), TAGGED, ["_right", "_guessed", "_wanted"]),
         (TagTally(["NOUN", "VERB", "ADJ"]), TAGGED, ["_matrix"]),

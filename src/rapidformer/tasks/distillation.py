@@ -18,7 +18,6 @@ from rapidformer.log import get_logger
 from rapidformer.models.location import check_folder, find_model_folder, get_model_location
 from rapidformer.tasks.base import Batch, FrozenModel, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM
-from rapidformer.tasks.metrics.tally import DistillationTally, Tally
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,9 +104,6 @@ class Distillation(CausalLM):
             return super().evaluate_step(model, batch, prepared)
         return _score(model, batch, prepared)
 
-    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        return DistillationTally()
-
 
 def _build_objective(args: DistillationArguments) -> Objective:
     from rapidformer.objectives.distillation import Distillation
@@ -142,8 +138,12 @@ def _score(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Recor
     weight = objective.alpha * objective.temperature**2
     return [
         {
-            **record, "label_loss": record["loss"], "divergence_loss": divergence,
             "loss": weight * divergence + (1 - objective.alpha) * record["loss"],
+            "count": (count := record["count"]),
+            "by_token": {
+                "divergence_loss": (divergence, count), "label_loss": (record["loss"], count),
+                **record["by_token"],
+            },
         }
         for record, divergence in zip(records, torch.stack(sums).tolist(), strict=True)
     ]  # fmt: skip

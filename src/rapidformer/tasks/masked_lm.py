@@ -6,23 +6,15 @@ evaluation asks for the same words. A row that already has labels is not masked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.rows.columns import find_column
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables
 from rapidformer.tasks.rows.rows import (
-    as_rows,
     get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
 )
 from rapidformer.tasks.text.text import (
-    TEXT,
     LanguageModel,
     TextParts,
     describe_blocks,
@@ -51,26 +43,30 @@ class MaskedLM(LanguageModel):
     metrics = ("perplexity", "accuracy", "loss")
     row_extras = ("texts",)
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.text.masking import MaskingCollator
-
-        parts = load_text_parts(args)
-        _check_mask(parts.tokenizer, args)
-        tables = get_splits(args, splits)
-        column = str(find_column(TEXT, get_column_names(get_first_table(tables)), args))
-        features = {}
-        for split, rows in tables.items():
-            blocks = encode_blocks(rows, split, column, parts, add_special=True)
-            features[split] = blocks if split == "train" else _mask_once(blocks, parts)
-        collate = MaskingCollator(parts.tokenizer, args.mask_prob)
-        return parts.prepare(features, {"mode": "evaluate"}, collate=collate)
-
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+    def load_parts(self, args: Settings) -> TextParts:
         parts = load_text_parts(args)
         tokenizer = parts.tokenizer
-        _check_mask(tokenizer, args)
-        table = as_rows(rows, args.text_column or "text")
-        column = str(find_column(TEXT, get_column_names(table), args))
+        if tokenizer.mask_token_id is None:
+            raise ModelError(
+                f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask "
+                "token, which masked_lm needs: choose a BERT-type model, or --task causal_lm."
+            )
+        if not 0 < args.mask_prob < 1:
+            raise ConfigurationError(f"--mask-prob {args.mask_prob} must be between 0 and 1.")
+        return parts
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        from rapidformer.tasks.text.masking import MaskingCollator
+
+        features = {}
+        for split, rows in tables.items():
+            blocks = encode_blocks(rows, split, columns["text"], parts, add_special=True)
+            features[split] = blocks if split == "train" else _mask_once(blocks, parts)
+        collate = MaskingCollator(parts.tokenizer, parts.args.mask_prob)
+        return parts.prepare(features, {"mode": "evaluate"}, collate=collate)
+
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        tokenizer, column = parts.tokenizer, columns["text"]
         for number, text in enumerate(get_column(table, column), start=1):
             if tokenizer.mask_token not in str(text):
                 raise DataError(
@@ -94,16 +90,6 @@ class MaskedLM(LanguageModel):
             return describe_blocks(records)
         pairs = zip(prepared.extras["texts"], records, strict=True)
         return [_describe_fillings(text, record, prepared.processor) for text, record in pairs]
-
-
-def _check_mask(tokenizer: Any, args: DataArguments) -> None:
-    if tokenizer.mask_token_id is None:
-        raise ModelError(
-            f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask token, "
-            "which masked_lm needs: choose a BERT-type model, or --task causal_lm."
-        )
-    if not 0 < args.mask_prob < 1:
-        raise ConfigurationError(f"--mask-prob {args.mask_prob} must be between 0 and 1.")
 
 
 def _mask_once(blocks: Any, parts: TextParts) -> Any:

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import ColumnRole, find_columns
+from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.rows import (
-    as_full_rows,
     get_column,
     get_column_names,
-    get_first_table,
-    get_splits,
     has_columns,
 )
 from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
@@ -77,11 +74,23 @@ class QuestionAnswering(Task):
     tally_reads_rows = True
     greater_is_better = True
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = _load_parts(args)
-        tables = get_splits(args, splits)
-        available = get_column_names(get_first_table(tables))
-        names = list(find_columns(self.columns, available, args).values())
+    needs_rows = "a question and a context"
+
+    def load_parts(self, args: Settings) -> TextParts:
+        parts = load_text_parts(args)
+        tokenizer, length = parts.tokenizer, parts.length
+        check_is_fast(tokenizer, "question_answering")
+        room = length - tokenizer.num_special_tokens_to_add(pair=True)
+        if args.doc_stride is not None and args.doc_stride >= room:
+            raise ConfigurationError(
+                f"--doc-stride {args.doc_stride} leaves no room in windows of {length} tokens "
+                f"({room} without special tokens): use at most {room // 2}, or a larger "
+                "--seq-length."
+            )
+        return parts
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        names = [columns[role.name] for role in self.columns]
         labelled = {split: has_columns(rows, split, [names[2]]) for split, rows in tables.items()}
         features, windows = {}, {}
         for split, rows in tables.items():
@@ -89,18 +98,16 @@ class QuestionAnswering(Task):
             features[split], windows[split] = encode_windows(rows, split, used, parts)
         with_answers = {split: rows for split, rows in tables.items() if labelled[split]}
         can_abstain = _can_abstain(parts.config, with_answers, names[2])
-        extras = _get_extras(tables, names, windows, can_abstain, args)
+        extras = _get_extras(tables, names, windows, can_abstain, parts.args)
         extras |= {"labelled": labelled, "answers": names[2]}
         settings = {"rapidformer_can_abstain": can_abstain}
         return parts.prepare(features, extras, settings, side=_PADDING_SIDE)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = _load_parts(args)
-        table = as_full_rows(rows, "question_answering needs a question and a context")
-        names = list(find_columns((QUESTION, CONTEXT), get_column_names(table), args).values())
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        names = [columns["question"], columns["context"]]
         features, windows = encode_windows(table, "test", names, parts)
         can_abstain = _can_abstain(parts.config, {}, "")
-        extras = _get_extras({"test": table}, names, {"test": windows}, can_abstain, args)
+        extras = _get_extras({"test": table}, names, {"test": windows}, can_abstain, parts.args)
         return parts.prepare_input(features, extras, side=_PADDING_SIDE)
 
     def count_features(self, prepared: PreparedData) -> list[int]:
@@ -155,19 +162,6 @@ class QuestionAnswering(Task):
                 )
             result.append(row)
         return result
-
-
-def _load_parts(args: Settings) -> TextParts:
-    parts = load_text_parts(args)
-    tokenizer, length = parts.tokenizer, parts.length
-    check_is_fast(tokenizer, "question_answering")
-    room = length - tokenizer.num_special_tokens_to_add(pair=True)
-    if args.doc_stride is not None and args.doc_stride >= room:
-        raise ConfigurationError(
-            f"--doc-stride {args.doc_stride} leaves no room in windows of {length} tokens "
-            f"({room} without special tokens): use at most {room // 2}, or a larger --seq-length."
-        )
-    return parts
 
 
 def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from rapidformer.tasks.base import (
     PreparedData,
     Record,
     Records,
-    Row,
+    Tables,
     Task,
     check_row_texts,
 )
@@ -39,14 +39,11 @@ from rapidformer.tasks.metrics.classification import (
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
 from rapidformer.tasks.rows.rows import (
-    as_rows,
     check_column,
     get_column,
     get_column_names,
-    get_first_table,
-    get_splits,
 )
-from rapidformer.tasks.text.text import TextParts, load_text_parts
+from rapidformer.tasks.text.text import TextParts, TextTask
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,7 +123,7 @@ class FileClassifier(Classifier):
         return replace(prepared, extras={**prepared.extras, "first": start})
 
 
-class SequenceClassification(Classifier):
+class SequenceClassification(TextTask, Classifier):
     name = "sequence_classification"
     description = "classify a text or a pair of texts, or predict a number for it"
     columns = (TEXT, TEXT_PAIR, LABEL)
@@ -136,28 +133,29 @@ class SequenceClassification(Classifier):
         "loss",
     )  # fmt: skip
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+    def choose_columns(
+        self, rows: Any, args: Settings, *, has_answers: bool
+    ) -> tuple[tuple[str, ...], str | None]:
+        """Those of the texts, and that of the label."""
         available = get_column_names(rows)
         problems: list[str] = []
-        label = None
+        label: str | None = None
+        texts: tuple[str, ...] = ()
         try:
             label = _find_label(available, args) if has_answers else None
         except DataError as error:
             problems.append(str(error))
         try:
-            _find_texts(available, args, taken=label)
+            texts = _find_texts(available, args, taken=label)
         except DataError as error:
             if not problems or args.text_column or args.text_pair_column:
                 problems.append(str(error))
         if problems:
             raise DataError(" ".join(problems))
+        return texts, label
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_text_parts(args)
-        tables = get_splits(args, splits)
-        available = get_column_names(get_first_table(tables))
-        label = _find_label(available, args)
-        texts = _find_texts(available, args, taken=label)
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        (texts, label), args = columns, parts.args
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
         features = {
             split: _encode(rows, split, texts, parts, space if labelled[split] else None)
@@ -170,10 +168,8 @@ class SequenceClassification(Classifier):
         }  # fmt: skip
         return parts.prepare(features, extras, {**space.get_model_settings(), _TEXTS: list(texts)})
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = load_text_parts(args)
-        table = as_rows(rows, args.text_column or "text")
-        texts = _find_texts(get_column_names(table), args)
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        texts, _ = columns
         trained_on = getattr(parts.config, _TEXTS, None) or ()
         if len(trained_on) > len(texts):
             # The answers to single texts would mean nothing.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
-from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row, Task
+from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.labels.checks import collect_labels
 from rapidformer.tasks.labels.labels import (
     LabelSpace,
@@ -30,15 +30,11 @@ from rapidformer.tasks.metrics.classification import (
     has_entity_tags,
 )
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.rows import (
-    as_rows,
     filter_rows,
     get_class_names,
     get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
     is_row_stream,
     select_rows,
 )
@@ -73,22 +69,26 @@ class TokenClassification(Task):
     best_metric = "f1"
     greater_is_better = True
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        super().check_columns(rows, args, has_answers=has_answers)
+    def check_head(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        columns = self.choose_columns(rows, args, has_answers=has_answers)
         if has_answers:
-            columns = find_columns((TAGS, WORDS), get_column_names(rows), args)
             names = columns["words"], columns["tags"]
             for number, row in enumerate(rows, start=1):
                 words, tags = (row.get(name) for name in names)
                 if tags is not None:  # in all rows of a test set without labels
                     _check_pair(words, tags, f"row {number}", names)
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = _load_parts(args)
-        tables = get_splits(args, splits)
-        columns = find_columns((TAGS, WORDS), get_column_names(get_first_table(tables)), args)
-        tags, words = columns["tags"], columns["words"]
-        space, labelled = _read_tags(tables, words, tags, args, get_model_classes(parts.config))
+    def load_parts(self, args: Settings) -> TextParts:
+        from rapidformer.models.configuration import load_config
+
+        keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
+        parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
+        check_is_fast(parts.tokenizer, "token_classification")
+        return parts
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        tags, words, model = columns["tags"], columns["words"], get_model_classes(parts.config)
+        space, labelled = _read_tags(tables, words, tags, parts.args, model)
         features = {
             split: _encode(rows, split, words, space if labelled[split] else None, parts)
             for split, rows in tables.items()
@@ -99,11 +99,8 @@ class TokenClassification(Task):
         extras = {"rows": tables, "words": words, "names": space.names, "labelled": labelled}
         return parts.prepare(features, extras, settings)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = _load_parts(args)
-        table = as_rows(rows, args.text_column or "text")
-        words = str(find_column(WORDS, get_column_names(table), args))
-        names = get_output_names(parts.config)
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        words, names = columns["words"], get_output_names(parts.config)
         extras = {"rows": {"test": table}, "words": words, "names": names}
         return parts.prepare_input(_encode(table, "input", words, None, parts), extras)
 
@@ -150,15 +147,6 @@ class TokenClassification(Task):
                 row["words_not_seen"] = len(words) - len(tags)
             result.append(row)
         return result
-
-
-def _load_parts(args: Settings) -> TextParts:
-    from rapidformer.models.configuration import load_config
-
-    keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
-    parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
-    check_is_fast(parts.tokenizer, "token_classification")
-    return parts
 
 
 def _as_words(value: Any) -> list[str]:

@@ -21,13 +21,12 @@ from rapidformer.data.pretraining.blend import (
     SPLIT_NAMES,
     BlendedDataset,
     Prefix,
-    SplitRange,
     WeightedPrefix,
     build_blend_index,
     count_for_weight,
     parse_data_prefix,
     parse_split,
-    split_ranges,
+    split_bounds,
 )
 from rapidformer.data.pretraining.cache import IndexCache
 from rapidformer.data.pretraining.gpt import GPTDataset, build_gpt_index
@@ -211,21 +210,23 @@ class _Source:
             "bin_bytes": data.stat().st_size,
         }
 
-    def find_range(self, objective: str, name: str, splits_string: str | None) -> SplitRange:
-        """What belongs to a split; without a split string, everything."""
+    def find_range(self, objective: str, name: str, splits_string: str | None) -> range:
+        """The sequences (GPT) or documents of a split; without a split string, all of them."""
         count = len(self.data) if objective == "gpt" else self.data.num_documents
         if splits_string is None:
-            return SplitRange(name, 0, count)
-        return split_ranges(splits_string, count)[SPLIT_NAMES.index(name)]
+            return range(count)
+        bounds, place = split_bounds(splits_string, count), SPLIT_NAMES.index(name)
+        return range(bounds[place], bounds[place + 1])
 
-    def build_dataset(self, recipe: _Recipe, split: SplitRange, num_samples: int | None) -> Any:
+    def build_dataset(
+        self, recipe: _Recipe, name: str, split: range, num_samples: int | None
+    ) -> Any:
         """The samples of a split, with maps from the cache if possible."""
 
         def build() -> Mapping[str, np.ndarray]:
             options = {"num_samples": num_samples, **recipe.settings}
             if recipe.objective == "gpt":
-                index = build_gpt_index(self.data.sizes, split.start, split.stop, **options)
-                return index._asdict()
+                return build_gpt_index(self.data.sizes, split.start, split.stop, **options)
             documents = self.data.doc_idx[split.start : split.stop + 1]
             return {"rows": build_sentence_map(documents, self.data.sizes, **options)}
 
@@ -233,11 +234,11 @@ class _Source:
             "objective": recipe.objective, "data": self.fingerprint, "start": split.start,
             "stop": split.stop, "num_samples": num_samples, **recipe.settings,
         }  # fmt: skip
-        what = f"{recipe.objective} {split.name} data"
+        what = f"{recipe.objective} {name} data"
         try:
             maps = self.cache.load_or_build(what, description, build)
         except DataError as error:
-            raise DataError(f"{self.data.prefix}, {split.name}: {error}") from error
+            raise DataError(f"{self.data.prefix}, {name}: {error}") from error
         return recipe.make_dataset(self.data, maps)
 
 
@@ -253,9 +254,7 @@ def _build_split(
     ranges = [
         open_source(part.prefix).find_range(recipe.objective, name, splits_string) for part in parts
     ]
-    used = [
-        (part, split) for part, split in zip(parts, ranges, strict=True) if split.stop > split.start
-    ]
+    used = [(part, split) for part, split in zip(parts, ranges, strict=True) if split]
     if num_samples == 0 or not used:
         return None
     if len(used) < len(parts):
@@ -263,7 +262,7 @@ def _build_split(
         missing = ", ".join(part.prefix for part in parts if part.prefix not in prefixes)
         warn("%s: %s has no documents in this split and is left out of it.", name, missing)
     if len(parts) == 1:
-        dataset = open_source(parts[0].prefix).build_dataset(recipe, ranges[0], num_samples)
+        dataset = open_source(parts[0].prefix).build_dataset(recipe, name, ranges[0], num_samples)
     elif num_samples is None:
         raise DataError("a blend has no natural end: say how many samples you want.")
     else:
@@ -271,7 +270,7 @@ def _build_split(
         weights = [part.weight / total for part, _ in used]
         counts = [count_for_weight(num_samples, weight) for weight in weights]
         datasets = [
-            open_source(part.prefix).build_dataset(recipe, split, count)
+            open_source(part.prefix).build_dataset(recipe, name, split, count)
             for (part, split), count in zip(used, counts, strict=True)
         ]
         index = open_source(used[0][0].prefix).cache.load_or_build(

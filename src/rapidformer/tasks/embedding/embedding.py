@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.embedding.columns import (
     NEGATIVE,
     POSITIVE,
@@ -27,12 +27,9 @@ from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, EmbeddingTally
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, as_optional, find_column
 from rapidformer.tasks.rows.rows import (
-    as_rows,
     check_column,
     get_column,
     get_column_names,
-    get_first_table,
-    get_splits,
     is_row_stream,
 )
 from rapidformer.tasks.text.text import TextParts, get_context_length, load_text_parts
@@ -59,9 +56,8 @@ class PairTask(Task):
     columns = (QUERY, POSITIVE, NEGATIVE, SCORE)
     greater_is_better = True
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        if has_answers:
-            find_pair_columns(rows, args)
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> PairColumns | None:
+        return find_pair_columns(rows, args, has_answers=has_answers)
 
 
 class Embedding(PairTask):
@@ -78,17 +74,20 @@ class Embedding(PairTask):
     metrics = ("loss", "pearson", "spearmanr", "triplet_accuracy", *RANKING_METRICS)
     answer_keys = frozenset({"embedding", "similarity"})
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        tables = get_splits(args, splits)
-        columns = find_pair_columns(get_first_table(tables), args)
-        return self.prepare_tables(*_load(args), tables, columns)
+    def load_parts(self, args: Settings) -> TextParts:
+        from rapidformer.models.adapter_folder import find_files
+        from rapidformer.models.location import get_model_location
 
-    def prepare_tables(
-        self, parts: TextParts, saved: Recipe, tables: Mapping[str, Any], columns: PairColumns
-    ) -> PreparedData:
-        """Rows with these columns; ``saved`` is what the model brings."""
+        location = find_files(get_model_location(args), "modules.json")
+        saved = read_recipe(location, args.pooling, args.cache_dir)
+        return load_pair_parts(args, saved.length)._replace(recipe=saved)
+
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> PairColumns | None:
+        return super().choose_columns(rows, args, has_answers=True) if has_answers else None
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: PairColumns) -> PreparedData:
         loss = _choose_loss(columns, parts)
-        recipe = _choose_recipe(parts, loss.name, saved)
+        recipe = _choose_recipe(parts, loss.name)
         columns = replace(
             columns, score=columns.score if loss.name in _NEEDS_SCORES else None,
             negatives=() if loss.name in _OF_PAIRS else columns.negatives,
@@ -106,13 +105,11 @@ class Embedding(PairTask):
         prepared = parts.prepare(features, extras, collate=collate)
         return _add_recipe(prepared, parts, recipe, loss)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+    def encode_input(self, parts: TextParts, table: list[Record], columns: None) -> PreparedData:
         from rapidformer.tasks.embedding.objective import LossSettings
 
-        parts, saved = _load(args)
-        table = as_rows(rows, args.text_column or "text")
-        recipe = _choose_recipe(parts, "infonce", saved)
-        items, prompt = _read_input(table, args)
+        recipe = _choose_recipe(parts, "infonce")
+        items, prompt = _read_input(table, parts.args)
         features = encode_items(items, parts, recipe, prompt)
         prepared = parts.prepare_input(features, {"rows": {"test": table}})
         prepared = replace(prepared, collate=build_collator({"test": features}, parts))
@@ -240,19 +237,10 @@ def _choose_loss(columns: PairColumns, parts: TextParts) -> LossSettings:
     )  # fmt: skip
 
 
-def _load(args: Settings) -> tuple[TextParts, Recipe]:
-    """What the model brings."""
-    from rapidformer.models.adapter_folder import find_files
-    from rapidformer.models.location import get_model_location
-
-    location = find_files(get_model_location(args), "modules.json")
-    saved = read_recipe(location, args.pooling, args.cache_dir)
-    return load_pair_parts(args, saved.length), saved
-
-
-def _choose_recipe(parts: TextParts, loss: str, saved: Recipe) -> Recipe:
+def _choose_recipe(parts: TextParts, loss: str) -> Recipe:
     """What was asked for, what the model brings, or the defaults."""
-    args, normalizes = parts.args, saved.normalizes
+    args, saved = parts.args, parts.recipe
+    normalizes = saved.normalizes
     if args.normalize_embeddings is not None:
         normalizes = args.normalize_embeddings
     given = {QUERY_PROMPT: args.query_prompt, DOCUMENT: args.document_prompt}

@@ -17,16 +17,14 @@ from rapidformer.config.objective_sections import SpeechArguments
 from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.evaluation.generating import Generation
 from rapidformer.tasks.metrics.generation import TranscriptTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.rows import (
     Columns,
-    as_rows,
     get_column,
-    get_column_names,
     has_columns,
     is_row_stream,
 )
@@ -34,9 +32,8 @@ from rapidformer.tasks.speech.audio import AUDIO
 from rapidformer.tasks.speech.rows import (
     AudioParts,
     AudioRows,
+    AudioTask,
     build_rows,
-    load_audio_parts,
-    load_tables,
     measure_rows,
     stream_rows,
 )
@@ -57,7 +54,7 @@ _QUIET = quieten("transformers")
 """Whisper's ``generate`` warns of settings that it passes on itself."""
 
 
-class SpeechRecognition(Task):
+class SpeechRecognition(AudioTask):
     name = "speech_recognition"
     description = "write down what is said (Whisper; wav2vec 2.0, HuBERT and others with CTC)"
     notes = (
@@ -72,11 +69,11 @@ class SpeechRecognition(Task):
     best_metric = "wer"
     metrics = ("wer", "cer", "loss")
     row_extras = ("names", "counts")
+    tally_reads_rows = True
     streams = True
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts, tables = load_audio_parts(args), load_tables(args, splits)
-        columns = find_columns((AUDIO, TEXT), get_column_names(next(iter(tables.values()))), args)
+    def encode_tables(self, parts: AudioParts, tables: Tables, columns: Any) -> PreparedData:
+        args = parts.args
         text, train = columns["text"], tables.get("train")
 
         def read_texts() -> list[str]:
@@ -92,30 +89,27 @@ class SpeechRecognition(Task):
             parts, None if train is None else read_texts, has_answers=True
         )
         labelled = {split: has_columns(rows, split, [text]) for split, rows in tables.items()}
-        built = {
+        rows = {
             split: _prepare_split(
-                rows, split, columns["audio"], text if labelled[split] else None, transcripts
+                table, split, columns["audio"], text if labelled[split] else None, transcripts
             )
-            for split, rows in tables.items()
+            for split, table in tables.items()
         }
-        extras = {"labelled": labelled, "wanted": {split: pair[1] for split, pair in built.items()}}
-        rows = {split: pair[0] for split, pair in built.items()}
         # Metrics are those of the likeliest texts, so sampling is for predictions only.
         generation = Generation(
             num_beams=args.num_beams, max_new_tokens=_limit_tokens(args, transcripts)
         )
-        return _finish(transcripts, args, rows, {**extras, "generation": generation})
+        extras = {"labelled": labelled, "generation": generation}
+        return _finish(transcripts, args, rows, extras)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+    def encode_input(self, parts: AudioParts, table: list[Record], columns: Any) -> PreparedData:
+        args, column = parts.args, columns["audio"]
         if args.num_return_sequences != 1 or args.stop_strings:
             raise ConfigurationError(
                 "a recording has one transcript, which ends with it: leave out "
                 "--num-return-sequences and --stop-strings."
             )
-        parts = load_audio_parts(args)
         transcripts = load_transcripts(parts, None, has_answers=False)
-        table = as_rows(rows, args.audio_column or "audio")
-        column = str(find_column(AUDIO, get_column_names(table), args))
         _, features = measure_rows(table, "test", column, parts)
         windows = _cut_windows([row["seconds"] for row in features], parts)
         audio = AudioRows.cut(table, column, "test", parts, windows)
@@ -156,10 +150,10 @@ class SpeechRecognition(Task):
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         transcripts: Transcripts = prepared.extras["transcripts"]
-        wanted = prepared.extras["wanted"][split]
+        rows: Any = prepared.get_split(split)
 
         def read(first: int, count: int) -> list[str]:
-            return [transcripts.score(wanted[n]) for n in range(first, first + count)]
+            return [transcripts.score(rows.read(n, "text")) for n in range(first, first + count)]
 
         return TranscriptTally(
             lambda record: transcripts.score(transcripts.decode(record["transcript"])), read
@@ -215,8 +209,7 @@ def freeze_feature_encoder(model: Any, args: Settings) -> None:
 
 def _prepare_split(
     table: Any, split: str, audio: str, text: str | None, transcripts: Transcripts
-) -> tuple[Any, Any]:
-    """The rows of a split, and the transcript of each, if it is a table."""
+) -> Any:
     from rapidformer.tasks.speech.losses import masks_time
     from rapidformer.tasks.text.text import get_tokenizer_key
 
@@ -234,17 +227,16 @@ def _prepare_split(
     has_mask = transcripts.writes and masks_time(parts.config)
     if is_row_stream(table):
         refuse = transcripts.refuse
-        return stream_rows(table, audio, parts, encode, refuse, has_mask=has_mask), None
+        return stream_rows(table, audio, parts, encode, refuse, has_mask=has_mask)
     start = getattr(parts.config, "decoder_start_token_id", None)
     key = (text, get_tokenizer_key(transcripts.tokenizer), parts.args.normalize_text, start)
     table, features = measure_rows(
         table, split, audio, parts, None if text is None else encode, key
     )
-    rows = build_rows(
+    return build_rows(
         table, features, split, audio, parts, None if text is None else transcripts.refuse,
         has_mask=has_mask,
     )  # fmt: skip
-    return rows, None if text is None else rows.choose(features, "text")
 
 
 def _cut_windows(seconds: Sequence[float], parts: AudioParts) -> list[list[float]]:

@@ -7,7 +7,7 @@ sample of silence without labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +16,12 @@ from rapidformer.data.files import without_decoding
 from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import warn
-from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
+from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Row, Task
 from rapidformer.tasks.rows.named_files import list_folders, name_file
 from rapidformer.tasks.rows.rows import (
     Columns,
+    as_rows,
     get_column,
-    get_column_names,
-    get_splits,
     is_row_stream,
     map_rows,
     to_rows,
@@ -88,12 +87,21 @@ class AudioParts(NamedTuple):
         )
 
 
-def load_tables(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The splits; `datasets` would decode the recordings of a stream on every rank."""
-    return {
-        split: rows.without_decoding("Audio") if is_row_stream(rows) else rows
-        for split, rows in get_splits(args, splits).items()
-    }
+class AudioTask(Task):
+    """A task that listens."""
+
+    def load_parts(self, args: Settings) -> AudioParts:
+        return load_audio_parts(args)
+
+    def load_tables(self, parts: AudioParts, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+        """`datasets` would decode the recordings of a stream on every rank."""
+        return {
+            split: rows.without_decoding("Audio") if is_row_stream(rows) else rows
+            for split, rows in super().load_tables(parts, splits).items()
+        }
+
+    def read_input(self, rows: Sequence[Row], parts: AudioParts) -> list[Record]:
+        return as_rows(rows, parts.args.audio_column or "audio")
 
 
 def load_audio_parts(args: Settings) -> AudioParts:
@@ -142,7 +150,8 @@ class AudioRows:
     seconds: Sequence[float]
     starts: Sequence[float]
     """Where each begins in its row's recording, in seconds."""
-    labels: Sequence[Any] | None = None
+    features: Any = None
+    """What is known of each row of the table besides: ``labels``, ``text``."""
     has_mask: bool = False
     """Whether the feature extractor is asked for a mask that it would not give by itself."""
 
@@ -157,9 +166,13 @@ class AudioRows:
         if window is not None:
             samples = samples[: round(window * rate)]
         result = self.parts.extract(samples, has_mask=self.has_mask)
-        if self.labels is not None:
-            result["labels"] = self.labels[index]
+        if (labels := self.read(index, "labels")) is not None:
+            result["labels"] = labels
         return result
+
+    def read(self, index: int, name: str) -> Any:
+        """Something else that is known of a row; None if it is not."""
+        return None if self.features is None else self.features[int(self.rows[index])].get(name)
 
     @classmethod
     def cut(
@@ -171,12 +184,6 @@ class AudioRows:
         rows, starts = zip(*pairs, strict=True)
         folders = list_folders(parts.args, split)
         return cls(table, column, split, folders, parts, rows, [0.0] * len(rows), starts)
-
-    def choose(self, features: Any, column: str) -> Sequence[Any]:
-        """A column of features, for the rows that are left; read one by one."""
-        is_table = hasattr(features, "features")
-        values = features[column] if is_table else get_column(features, column)
-        return _Chosen(values, self.rows)
 
     def open(self, index: int) -> Clip:
         number = self.rows[index]
@@ -224,7 +231,7 @@ def measure_rows(
 
 def build_rows(
     table: Any, features: Any, split: str, column: str, parts: AudioParts,
-    refuse: Refuse | None = None, **more: Any,
+    refuse: Refuse | None = None, *, has_mask: bool = False,
 ) -> AudioRows:  # fmt: skip
     """The rows that the model can learn from; those left out are counted and reported."""
     reasons: dict[str, list[int]] = {}
@@ -240,16 +247,12 @@ def build_rows(
         )
     if not kept:
         raise DataError(f"{split}: no row is left: {'; '.join(reasons)}.")
-    seconds, labels = get_column(features, "seconds"), more.pop("labels", None)
-    rows = AudioRows(
-        table, column, split, list_folders(parts.args, split), parts,
-        rows=kept, seconds=[seconds[number] for number in kept], starts=[0.0] * len(kept), **more,
+    seconds = get_column(features, "seconds")
+    return AudioRows(
+        table, column, split, list_folders(parts.args, split), parts, rows=kept,
+        seconds=[seconds[number] for number in kept], starts=[0.0] * len(kept), features=features,
+        has_mask=has_mask,
     )  # fmt: skip
-    if labels is not None:
-        return replace(rows, labels=_Chosen(labels, kept))
-    if "labels" in get_column_names(features):
-        return replace(rows, labels=rows.choose(features, "labels"))
-    return rows
 
 
 def stream_rows(
@@ -280,20 +283,6 @@ def stream_rows(
         return LeftOut({**silence, "labels": labels}, reason)
 
     return stream.map_numbered(read)
-
-
-@dataclass(frozen=True)
-class _Chosen(Sequence[Any]):
-    """Some of many values, read one by one."""
-
-    values: Any
-    numbers: Sequence[int]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.values[self.numbers[index]]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
 
 def _refuse(seconds: float, parts: AudioParts) -> str | None:

@@ -19,7 +19,7 @@ from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_ro
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.images import check_no_images
-from rapidformer.tasks.rows.rows import RowFunction, as_table, get_splits, map_rows, to_rows
+from rapidformer.tasks.rows.rows import RowFunction, as_table, map_rows
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +43,8 @@ class TextParts(NamedTuple):
     length: int
     """Tokens per row."""
     args: Settings
-
-    def get_splits(self, splits: Mapping[str, Any] | None) -> dict[str, Any]:
-        tables = get_splits(self.args, splits)
-        self.check_is_text(tables)
-        return tables
+    recipe: Any = None
+    """What else is saved with a model of texts as vectors."""
 
     def check_is_text(self, tables: Mapping[str, Any]) -> None:
         """Refuse rows with something for the model's towers, which would be left out."""
@@ -296,7 +293,14 @@ def get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-class LanguageModel(Task):
+class TextTask(Task):
+    """A task of models that read text alone."""
+
+    def load_parts(self, args: Settings) -> TextParts:
+        return load_text_parts(args)
+
+
+class LanguageModel(TextTask):
     """A task whose rows are blocks of plain text, not examples of the user's."""
 
     columns: tuple[ColumnRole, ...] = (TEXT,)
@@ -311,7 +315,8 @@ def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
     from rapidformer.tasks.evaluation.scoring import score_tokens
 
     losses, counts, hits = score_tokens(logits, labels)
-    return to_rows({"loss": losses, "count": counts, "hits": hits})
+    rows = zip(losses, counts, hits, strict=True)
+    return [{"loss": s, "count": n, "by_token": {"accuracy": (right, n)}} for s, n, right in rows]
 
 
 def describe_blocks(records: list[Record]) -> Answers:
