@@ -7,7 +7,6 @@ from .build import (
     build_pretraining_datasets,
     build_train_valid_test_datasets,
     build_train_valid_test_datasets_for_huggingface,
-    build_train_valid_test_datasets_for_t5,
 )
 from .gpt import get_ltor_masks_and_position_ids
 
@@ -16,6 +15,5 @@ __all__ = [
     "build_pretraining_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface",
-    "build_train_valid_test_datasets_for_t5",
     "get_ltor_masks_and_position_ids",
 ]

@@ -36,7 +36,6 @@ from rapidformer.data.pretraining.sentence_samples import (
     ADDED_BY_T5,
     BertDataset,
     BertTokens,
-    Layout,
     T5Dataset,
     T5Tokens,
 )
@@ -67,15 +66,13 @@ def build_datasets(
     short_seq_prob: float = 0.1,
     binary_head: bool = True,
     tokenizer: Any = None,
-    layout: Layout = "huggingface",
     vocab_size: int | None = None,
 ) -> Datasets:
     """Training, validation and test samples for an objective.
 
     Give either ``data_prefix``, divided by ``splits_string``, or separate prefixes; each may be a
     single prefix or alternating weights and prefixes. BERT and T5 default to the run's tokenizer;
-    GPT needs none, and refuses tokens at or above ``vocab_size`` if that is given. ``layout`` does
-    not apply to GPT, whose samples have one form.
+    GPT needs none, and refuses tokens at or above ``vocab_size`` if that is given.
     """
     counts = train_valid_test_num_samples
     _check_settings(counts, seq_length, seed, masked_lm_prob, short_seq_prob)
@@ -85,7 +82,7 @@ def build_datasets(
     else:
         recipe = _build_sentence_recipe(
             objective, tokenizer, short_seq_prob, binary_head, seq_length_dec,
-            max_seq_length=seq_length, masked_lm_prob=masked_lm_prob, seed=seed, layout=layout,
+            max_seq_length=seq_length, masked_lm_prob=masked_lm_prob, seed=seed,
         )  # fmt: skip
 
     @cache
@@ -164,11 +161,11 @@ def _build_sentence_recipe(
     tokenizer = _find_tokenizer(tokenizer)
     make: Callable[..., Any]
     if objective == "bert":
-        tokens = BertTokens.of(tokenizer, options["layout"])
+        tokens = BertTokens.of(tokenizer)
         make = partial(BertDataset, tokens=tokens, binary_head=binary_head, **options)
         added, min_sentences = ADDED_BY_BERT, 2 if binary_head else 1
     else:
-        options["tokens"] = T5Tokens.of(tokenizer, options["layout"])
+        options["tokens"] = T5Tokens.of(tokenizer)
         make = partial(T5Dataset, max_seq_length_dec=seq_length_dec, **options)
         added, min_sentences = ADDED_BY_T5, 1
     settings = {

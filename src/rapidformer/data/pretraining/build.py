@@ -13,7 +13,6 @@ from typing import Any, TypedDict, Unpack
 from rapidformer.config import Settings
 from rapidformer.data.pretraining.assemble import DECODER_LENGTH, Counts, Datasets, build_datasets
 from rapidformer.data.pretraining.blend import Prefix
-from rapidformer.data.pretraining.sentence_samples import Layout
 from rapidformer.errors import ConfigurationError
 
 
@@ -33,7 +32,6 @@ def build_pretraining_datasets(
     *,
     tokenizer: Any = None,
     binary_head: bool = True,
-    layout: Layout = "huggingface",
     vocab_size: int | None = None,
 ) -> Datasets:
     """The data of a run's settings as gpt, bert or t5 samples; tokens are below ``vocab_size``."""
@@ -47,7 +45,7 @@ def build_pretraining_datasets(
         seq_length_dec=args.decoder_seq_length or DECODER_LENGTH, masked_lm_prob=args.mask_prob,
         short_seq_prob=args.short_seq_prob, seed=args.seed, skip_warmup=not args.mmap_warmup,
         data_cache_path=args.data_cache_path, binary_head=binary_head, tokenizer=tokenizer,
-        layout=layout, vocab_size=vocab_size,
+        vocab_size=vocab_size,
     )  # fmt: skip
 
 
@@ -99,29 +97,3 @@ def build_train_valid_test_datasets_for_huggingface(
 
 build_pretrain_huggingface_bert_datasets = build_train_valid_test_datasets_for_huggingface
 """Older name of the same function."""
-
-
-def build_train_valid_test_datasets_for_t5(
-    data_prefix: Prefix | None,
-    data_impl: str,
-    splits_string: str | None,
-    train_valid_test_num_samples: Counts,
-    max_seq_length: int,
-    max_seq_length_dec: int,
-    masked_lm_prob: float,
-    short_seq_prob: float,
-    seed: int,
-    skip_warmup: bool = True,
-    *,
-    tokenizer: Any = None,
-    layout: Layout = "huggingface",
-    **options: Unpack[DataOptions],
-) -> Datasets:
-    """T5 samples: ``input_ids, attention_mask, labels``, or Megatron's names in its layout."""
-    return build_datasets(
-        "t5", data_prefix=data_prefix, data_impl=data_impl, splits_string=splits_string,
-        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=max_seq_length,
-        seq_length_dec=max_seq_length_dec, masked_lm_prob=masked_lm_prob,
-        short_seq_prob=short_seq_prob, seed=seed, skip_warmup=skip_warmup, tokenizer=tokenizer,
-        layout=layout, **options,
-    )  # fmt: skip
