@@ -39,9 +39,9 @@ from rapidformer.tasks.metrics.classification import (
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
 from rapidformer.tasks.rows.rows import (
-    check_column,
     get_column,
     get_column_names,
+    has_columns,
 )
 from rapidformer.tasks.text.text import TextParts, TextTask
 
@@ -235,8 +235,7 @@ def _encode(
             result["labels"] = [space.encode(value) for value in columns[space.column]]
         return result
 
-    for name in texts:
-        check_column(rows, split, name)
+    has_columns(rows, split, texts, may_lack=())
     return parts.map_rows(rows, encode, "texts", texts, space, is_one_to_one=True)
 
 

@@ -32,7 +32,7 @@ from rapidformer.tasks.metrics.classification import (
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.rows import (
-    filter_rows,
+    filter_stream,
     get_class_names,
     get_column,
     is_row_stream,
@@ -240,7 +240,7 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 def _drop_empty(features: Any) -> Any:
     """Drop rows without any tag: the mean loss of a batch of them would be 0 / 0."""
     if is_row_stream(features):
-        return filter_rows(features, lambda row: set(row["labels"]) != {IGNORED_LABEL})
+        return filter_stream(features, lambda row: set(row["labels"]) != {IGNORED_LABEL})
     labels = get_column(features, "labels")
     keep = [i for i, row in enumerate(labels) if any(label != IGNORED_LABEL for label in row)]
     dropped = len(features) - len(keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .build import (
+from .assemble import (
     build_pretrain_huggingface_bert_datasets,
     build_pretraining_datasets,
     build_train_valid_test_datasets,

@@ -27,9 +27,9 @@ from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, EmbeddingTally
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, as_optional, find_column
 from rapidformer.tasks.rows.rows import (
-    check_column,
     get_column,
     get_column_names,
+    has_columns,
     is_row_stream,
 )
 from rapidformer.tasks.text.text import TextParts, get_context_length, load_text_parts
@@ -201,8 +201,7 @@ def encode_splits(
             features = encode(columns.read(values, indices, split, joins=joins))
             return {name: [feature[name] for feature in features] for name in features[0]}
 
-        for name in columns.get_names():
-            check_column(rows, split, name)
+        has_columns(rows, split, columns.get_names(), may_lack=())
         return parts.map_rows(rows, encode_batch, columns, *key)
 
     return {split: encode_split(split, rows) for split, rows in tables.items()}

@@ -34,7 +34,7 @@ from rapidformer.tasks.grpo.rewards import (
 )
 from rapidformer.tasks.metrics.tally import MeanTally, Tally
 from rapidformer.tasks.rows.columns import as_optional
-from rapidformer.tasks.rows.rows import RowList, get_column_names
+from rapidformer.tasks.rows.rows import get_column_names
 from rapidformer.tasks.text.text import (
     TEXT,
     TextParts,
@@ -200,7 +200,7 @@ def _divide_length(args: Settings, tokenizer: Any, config: Any) -> tuple[int, in
 def encode_prompts(
     rows: list[dict[str, Any]], split: str, columns: ChatColumns | str, tokenizer: Any,
     length: int, args: Settings,
-) -> tuple[RowList, int | None]:  # fmt: skip
+) -> tuple[list[Any], int | None]:  # fmt: skip
     """Items of prompts with what their reward functions get, and the token that ends a turn."""
     from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions
 
@@ -213,7 +213,7 @@ def encode_prompts(
         features, extras = encode_questions(rows, columns, tokenizer, length, args, split)
         prompts = [shown[name] for shown in extras["shown"]]
     names = get_column_names(rows)
-    items = RowList()
+    items: list[dict[str, Any]] = []
     for number, (feature, row, prompt) in enumerate(zip(features, rows, prompts, strict=True), 1):
         others = {column: row.get(column) for column in names if column != name}
         facts = {"prompt": prompt, "columns": others, "place": f"{split}, row {number}"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rapidformer.data.streams.left_out import LeftOut
+from rapidformer.data.streams.shards import LeftOut
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
@@ -17,7 +17,7 @@ from rapidformer.tasks.chat.turns import BadRowError, name_rows
 from rapidformer.tasks.image_text.conversations import Conversation, read_conversation
 from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered
 from rapidformer.tasks.rows.images import measure_image, open_image
-from rapidformer.tasks.rows.rows import RowList, as_table, get_column, name_split
+from rapidformer.tasks.rows.rows import as_table, get_column, name_split
 
 Problems = dict[str, list[int]]
 """Why rows cannot be read, and their numbers from 1."""
@@ -100,7 +100,7 @@ def measure_rows(rows: ImageTextRows, encoder: ImageEncoder, chat: ChatEncoder) 
     refuse(problems, rows.split)
     if rows.split == "test" and set(get_column(features, "left_out")) == {NO_ANSWER}:
         return None
-    kept = drop_left_out(RowList(features), rows.split).features
+    kept = drop_left_out(features, rows.split).features
     report_trained(kept, rows.split, chat)
     if images:
         get_logger().info("images    %s: %s in %s rows", rows.split, f"{images:,}", f"{total:,}")

@@ -17,7 +17,6 @@ from rapidformer.tasks.rows.rows import (
     drop_columns,
     get_column,
     get_column_names,
-    keep_columns,
     take_rows,
     to_rows,
 )
@@ -128,7 +127,8 @@ def encode_windows(
     encoded = parts.map_rows(rows, encode, "windows", tuple(names), stride, split)
     if split == "train":
         return encoded, None
-    return drop_columns(encoded, _WINDOW_COLUMNS), keep_columns(encoded, _WINDOW_COLUMNS)
+    others = [name for name in get_column_names(encoded) if name not in _WINDOW_COLUMNS]
+    return drop_columns(encoded, _WINDOW_COLUMNS), drop_columns(encoded, others)
 
 
 def _shorten(questions: list[str], tokenizer: Any, room: int) -> list[str]:
