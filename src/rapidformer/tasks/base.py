@@ -17,7 +17,6 @@ from rapidformer.errors import DataError
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
 from rapidformer.tasks.rows.rows import (
-    as_full_rows,
     as_rows,
     get_column_names,
     get_first_table,
@@ -153,8 +152,8 @@ class Task(ABC):
 
     def read_input(self, rows: Sequence[Row], parts: Any) -> list[Record]:
         """Rows to predict on; a plain string stands for a row with one column."""
-        if self.needs_rows:
-            return as_full_rows(rows, f"{self.name} needs {self.needs_rows}")
+        if self.needs_rows and any(isinstance(row, str) for row in rows):
+            raise DataError(f"{self.name} needs {self.needs_rows}: give a file with these columns.")
         return as_rows(rows, parts.args.text_column or "text")
 
     def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> Any:
@@ -210,8 +209,12 @@ class Task(ABC):
         from rapidformer.models.build import build_pretrained
 
         return build_pretrained(
-            self.auto_class, args, must_be_trained=must_be_trained, **prepared.model_settings
-        )
+            self.get_auto_class(prepared), args, must_be_trained=must_be_trained,
+            **prepared.model_settings,
+        )  # fmt: skip
+
+    def get_auto_class(self, prepared: PreparedData) -> str:
+        return self.auto_class
 
     def build_objective(self, args: Settings) -> Objective:
         """What is learnt: the mean of ``forward`` over the labels, unless overridden."""

@@ -86,7 +86,9 @@ class Distillation(CausalLM):
     def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, FrozenModel]:
         import torch
 
-        layout = _choose_layout(args)
+        layout: dict[str, Any] = _SHARDED if args.shard_teacher else {}
+        if args.pipeline_model_parallel_size > 1:
+            layout = _WHOLE  # only the last stage asks it, while the others are busy
         theirs = _get_teacher_settings(args).replace("the teacher", **layout)
         if theirs.from_scratch:  # of a verification, whose runs may have drawn different numbers
             torch.manual_seed(theirs.seed + 1)
@@ -163,13 +165,6 @@ def _get_teacher_settings(args: Settings) -> Settings:
         for name in _SIZES:  # the student was made small, and so is the teacher
             changed.pop(name)
     return args.replace("the teacher", **changed)
-
-
-def _choose_layout(args: Settings) -> dict[str, Any]:
-    """How the teacher's layout differs from the student's."""
-    if args.pipeline_model_parallel_size > 1:
-        return _WHOLE  # only the last stage asks it, while the others are busy
-    return _SHARDED if args.shard_teacher else {}
 
 
 def _check_vocabulary(args: Settings) -> None:

@@ -7,7 +7,7 @@ Evaluations give the metrics of each set, and those of all rows together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -117,9 +117,11 @@ def _join(
         split: all(p.is_labelled(split) for p in parts.values() if p.get_split(split) is not None)
         for split in _SPLITS
     }
-    collates = [part.collate for part in parts.values()]
+    collate: Any = first.collate
+    if hasattr(collate, "join"):  # it depends on the rows, which all must fit
+        collate = reduce(type(collate).join, [part.collate for part in parts.values()])
     return replace(
-        first, **joined, parts=parts, collate=reduce(_join_collates, collates),
+        first, **joined, parts=parts, collate=collate,
         extras={**first.extras, "labelled": labelled},
     )  # fmt: skip
 
@@ -133,12 +135,6 @@ def _join_split(parts: Mapping[str, PreparedData], split: str) -> Any:
         return None
     sizes = tuple(len(rows) for rows in found.values())
     return JoinedRows(list(found.values()), Sets(tuple(found), sizes))
-
-
-def _join_collates(first: Any, second: Any) -> Any:
-    """One for the rows of both sets, which differ for a few tasks."""
-    join: Callable[[Any], Any] | None = getattr(first, "join", None)
-    return first if join is None else join(second)
 
 
 def _check_same(first: PreparedData, second: PreparedData, name: str, other: str) -> None:

@@ -300,11 +300,6 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
 
 
-def draw_numbers(seed: SampleSeed, answers: int, tokens: int) -> np.ndarray[Any, Any]:
-    """The random numbers of a sample's answers: [answers, tokens]."""
-    return np.stack([np.random.default_rng((*seed, n)).random(tokens) for n in range(answers)])
-
-
 def draw_answers(
     model: nn.Module,
     prompts: Batch,
@@ -314,9 +309,11 @@ def draw_answers(
     sampling: Sampling,
 ) -> list[list[int]]:
     """``count`` answers to each prompt (padded on the left), with their end token if they end."""
-    drawn = [draw_numbers(seed, count, sampling.max_new_tokens) for seed in seeds]
+    dice = [np.random.default_rng((*seed, place)) for seed in seeds for place in range(count)]
     ids = prompts["input_ids"]
-    numbers = torch.from_numpy(np.concatenate(drawn)).to(ids.device)
+    numbers = torch.from_numpy(
+        np.stack([each.random(sampling.max_new_tokens) for each in dice])
+    ).to(ids.device)
     batch = {
         name: prompts[name].repeat_interleave(count, 0) for name in ("input_ids", "attention_mask")
     }

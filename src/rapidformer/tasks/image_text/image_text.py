@@ -17,7 +17,7 @@ from rapidformer.tasks.chat.columns import CONTEXT, MESSAGES, PROMPT, RESPONSE, 
 from rapidformer.tasks.evaluation.generating import generate_records
 from rapidformer.tasks.image_text.conversations import find_image_columns
 from rapidformer.tasks.rows.columns import ColumnRole, as_optional
-from rapidformer.tasks.rows.images import IMAGES
+from rapidformer.tasks.rows.named_files import IMAGES
 from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
 from rapidformer.tasks.text.text import score_blocks
 

@@ -30,8 +30,7 @@ from rapidformer.tasks.image_text.encoding import (
     get_image_token,
 )
 from rapidformer.tasks.image_text.rows import ImageTextRows, ImageTextStream, measure_rows
-from rapidformer.tasks.rows.images import measure_image
-from rapidformer.tasks.rows.named_files import list_folders
+from rapidformer.tasks.rows.named_files import list_folders, measure_image
 from rapidformer.tasks.rows.rows import (
     has_columns,
     is_row_stream,

@@ -13,10 +13,10 @@ from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import NO_ANSWER, ChatEncoder, drop_left_out, report_trained
-from rapidformer.tasks.chat.turns import BadRowError, name_rows
+from rapidformer.tasks.chat.turns import BadRowError, find_last_answer, name_rows
 from rapidformer.tasks.image_text.conversations import Conversation, read_conversation
 from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered
-from rapidformer.tasks.rows.images import measure_image, open_image
+from rapidformer.tasks.rows.named_files import measure_image, open_image
 from rapidformer.tasks.rows.rows import as_table, get_column, name_split
 
 Problems = dict[str, list[int]]
@@ -65,7 +65,8 @@ class ImageTextRows:
     def read_row(self, row: Mapping[str, Any]) -> Conversation:
         conversation = read_conversation(row, self.columns, self.image_column)
         if not self.is_asked:
-            return conversation.cut_after_last_answer()
+            end = find_last_answer(conversation.messages)  # turns after it have no effect on a loss
+            return conversation.cut(end) if end else conversation
         asked = conversation.split_answer()[0]
         if asked.messages and asked.messages[0]["role"] == "system":
             return asked

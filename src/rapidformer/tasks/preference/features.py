@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger, warn
@@ -71,19 +71,12 @@ class PreferenceEncoder:
                 *self.chat.get_key())  # fmt: skip
 
 
-class Samples(NamedTuple):
-    """What the splits have become; a test split without answers is None."""
-
-    features: dict[str, Any]
-    encoder: PreferenceEncoder
-    facts: dict[str, Any]
-    """About the splits: which have answers, and how many rows were dropped."""
-
-
 def encode_tables(
     parts: TextParts, tables: Mapping[str, Any], columns: PreferenceColumns, *, is_paired: bool,
     **options: Any,
-) -> Samples:  # fmt: skip
+) -> tuple[dict[str, Any], PreferenceEncoder, dict[str, Any]]:  # fmt: skip
+    """The splits (None: a test split without answers), how they were encoded, and facts about them:
+    which have answers, and how many rows were dropped."""
     args = parts.args
     chat = _build_plain_encoder(parts)
     if columns.has_turns or columns.has_prompt:
@@ -94,7 +87,7 @@ def encode_tables(
     kept = {split: _encode_split(rows, split, encoder, workers) for split, rows in tables.items()}
     features, facts = join_splits(kept)
     facts["row_names"] = ("chosen", "rejected") if is_paired else ("answer",)
-    return Samples(features, encoder, facts)
+    return features, encoder, facts
 
 
 def _build_plain_encoder(parts: TextParts) -> ChatEncoder:

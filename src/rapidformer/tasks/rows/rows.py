@@ -146,11 +146,13 @@ def map_rows(
         return rows.then(step, expands=not is_one_to_one)
     if not _is_dataset(rows):
         return _map_list(rows, function)
+    import datasets
+
     if rows.format["type"] is not None:
         rows = rows.with_format(None)
     text = repr((get_fingerprint(rows), _hash_own_code(), *key))
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
-    if len(rows) < _CACHED_ROWS or not _is_caching():
+    if len(rows) < _CACHED_ROWS or not datasets.is_caching_enabled():
         return _map_table(rows, function, workers, fingerprint)
     return _map_once(rows, function, workers, fingerprint)
 
@@ -203,12 +205,6 @@ def _map_once(rows: Any, function: RowFunction, workers: int | None, fingerprint
     return features
 
 
-def _is_caching() -> bool:
-    import datasets
-
-    return bool(datasets.is_caching_enabled())
-
-
 def filter_stream(rows: Any, is_kept: Callable[[dict[str, Any]], bool]) -> Any:
     return rows.then(lambda part, _: [row for row in part if is_kept(row)], expands=True)
 
@@ -248,13 +244,6 @@ def as_rows(rows: Sequence[dict[str, Any] | str], column: str) -> list[dict[str,
     if not rows:
         raise DataError("There are no rows to predict on.")
     return [{column: row} if isinstance(row, str) else dict(row) for row in rows]
-
-
-def as_full_rows(rows: Sequence[dict[str, Any] | str], needed: str) -> list[dict[str, Any]]:
-    """Rows to predict on, for a task that needs more than a plain string."""
-    if any(isinstance(row, str) for row in rows):
-        raise DataError(f"{needed}: give a file with these columns.")
-    return as_rows(rows, "")
 
 
 def _is_dataset(rows: Any) -> bool:

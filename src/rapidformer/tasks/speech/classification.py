@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import Batch, PreparedData, Record, Records, Tables
 from rapidformer.tasks.labels.labels import SINGLE, get_model_classes, read_labels
@@ -16,14 +15,12 @@ from rapidformer.tasks.rows.rows import (
 )
 from rapidformer.tasks.sequence_classification import FileClassifier, describe_outputs
 from rapidformer.tasks.speech.audio import AUDIO
-from rapidformer.tasks.speech.recognition import freeze_feature_encoder
 from rapidformer.tasks.speech.rows import (
     AudioParts,
     AudioRows,
     AudioTask,
-    build_rows,
     measure_rows,
-    stream_rows,
+    prepare_rows,
 )
 
 if TYPE_CHECKING:
@@ -56,14 +53,13 @@ class AudioClassification(AudioTask, FileClassifier):
         def encode(values: Columns, first: int) -> Columns:
             return {"labels": [space.encode(value) for value in values.get(label, [None])]}
 
-        rows = {}
-        for split, table in tables.items():
-            if is_row_stream(table):
-                rows[split] = stream_rows(table, audio, parts, encode)
-                continue
-            read = encode if labelled[split] else None
-            raw, features = measure_rows(table, split, audio, parts, read, (label, space))
-            rows[split] = build_rows(raw, features, split, audio, parts)
+        key = (label, space)
+        rows = {
+            split: prepare_rows(
+                table, split, audio, parts, encode if labelled[split] else None, key
+            )
+            for split, table in tables.items()
+        }
         extras = {"names": space.names, "problem_type": space.problem_type, "labelled": labelled}
         return self._finish(parts, rows, extras, space.get_model_settings())
 
@@ -73,14 +69,6 @@ class AudioClassification(AudioTask, FileClassifier):
         audio = AudioRows.cut(table, column, "test", parts, [[0.0]] * len(table))
         extras = {**describe_outputs(parts.config), "labelled": {"test": False}}
         return self._finish(parts, {"test": audio}, extras, {})
-
-    def build_model(
-        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
-    ) -> nn.Module:
-        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
-        if not must_be_trained:
-            freeze_feature_encoder(model, args)
-        return model
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
         from rapidformer.tasks.speech.losses import drop_seeds

@@ -16,7 +16,6 @@ from rapidformer.config import Settings
 from rapidformer.config.objective_sections import SpeechArguments
 from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import get_logger
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.evaluation.generating import Generation
 from rapidformer.tasks.metrics.generation import TranscriptTally
@@ -33,9 +32,8 @@ from rapidformer.tasks.speech.rows import (
     AudioParts,
     AudioRows,
     AudioTask,
-    build_rows,
     measure_rows,
-    stream_rows,
+    prepare_rows,
 )
 from rapidformer.tasks.speech.transcripts import Transcripts, get_speech_task, load_transcripts
 
@@ -128,18 +126,15 @@ class SpeechRecognition(AudioTask):
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
-        from rapidformer.models.build import build_pretrained
-
         transcripts: Transcripts = prepared.extras["transcripts"]
-        model = build_pretrained(
-            "AutoModelForSpeechSeq2Seq" if transcripts.writes else self.auto_class, args,
-            must_be_trained=must_be_trained, **prepared.model_settings,
-        )  # fmt: skip
-        if not must_be_trained:
-            freeze_feature_encoder(model, args)
+        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
         if transcripts.writes:
             _set_generation(model, args, transcripts.generation)
         return model
+
+    def get_auto_class(self, prepared: PreparedData) -> str:
+        writes = prepared.extras["transcripts"].writes
+        return "AutoModelForSpeechSeq2Seq" if writes else self.auto_class
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.speech.losses import drop_seeds
@@ -192,21 +187,6 @@ def _limit_tokens(args: GenerationArguments, transcripts: Transcripts) -> int:
     return min(args.max_new_tokens or transcripts.most_tokens, transcripts.most_tokens)
 
 
-def freeze_feature_encoder(model: Any, args: Settings) -> None:
-    """Freeze the convolutions on raw audio: asked for, or because the weights are pretrained."""
-    from rapidformer.models.location import is_from_scratch
-
-    wanted = args.freeze_feature_encoder
-    freeze = getattr(model, "freeze_feature_encoder", None)
-    if wanted and freeze is None:
-        raise ConfigurationError(
-            f"--freeze-feature-encoder: {type(model).__name__} has no convolutions on raw audio."
-        )
-    if freeze is not None and (not is_from_scratch(args) if wanted is None else wanted):
-        freeze()
-        get_logger().info("frozen    the feature encoder (convolutions on raw audio)")
-
-
 def _prepare_split(
     table: Any, split: str, audio: str, text: str | None, transcripts: Transcripts
 ) -> Any:
@@ -225,18 +205,10 @@ def _prepare_split(
 
     # The mask tells SpecAugment which of a Whisper's 30 seconds are real.
     has_mask = transcripts.writes and masks_time(parts.config)
-    if is_row_stream(table):
-        refuse = transcripts.refuse
-        return stream_rows(table, audio, parts, encode, refuse, has_mask=has_mask)
     start = getattr(parts.config, "decoder_start_token_id", None)
     key = (text, get_tokenizer_key(transcripts.tokenizer), parts.args.normalize_text, start)
-    table, features = measure_rows(
-        table, split, audio, parts, None if text is None else encode, key
-    )
-    return build_rows(
-        table, features, split, audio, parts, None if text is None else transcripts.refuse,
-        has_mask=has_mask,
-    )  # fmt: skip
+    learns = (None, key, None) if text is None else (encode, key, transcripts.refuse)
+    return prepare_rows(table, split, audio, parts, *learns, has_mask=has_mask)
 
 
 def _cut_windows(seconds: Sequence[float], parts: AudioParts) -> list[list[float]]:

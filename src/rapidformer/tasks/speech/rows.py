@@ -15,7 +15,7 @@ from rapidformer.config import Settings
 from rapidformer.data.files import without_decoding
 from rapidformer.data.streams.shards import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
-from rapidformer.log import warn
+from rapidformer.log import get_logger, warn
 from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Row, Task
 from rapidformer.tasks.rows.named_files import list_folders, name_file
 from rapidformer.tasks.rows.rows import (
@@ -30,6 +30,7 @@ from rapidformer.tasks.speech.audio import Clip, open_clip
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
     from rapidformer.objectives import Objective
 
@@ -102,6 +103,29 @@ class AudioTask(Task):
 
     def read_input(self, rows: Sequence[Row], parts: AudioParts) -> list[Record]:
         return as_rows(rows, parts.args.audio_column or "audio")
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
+        if not must_be_trained:
+            _freeze_feature_encoder(model, args)
+        return model
+
+
+def _freeze_feature_encoder(model: Any, args: Settings) -> None:
+    """Freeze the convolutions on raw audio: asked for, or because the weights are pretrained."""
+    from rapidformer.models.location import is_from_scratch
+
+    wanted = args.freeze_feature_encoder
+    freeze = getattr(model, "freeze_feature_encoder", None)
+    if wanted and freeze is None:
+        raise ConfigurationError(
+            f"--freeze-feature-encoder: {type(model).__name__} has no convolutions on raw audio."
+        )
+    if freeze is not None and (not is_from_scratch(args) if wanted is None else wanted):
+        freeze()
+        get_logger().info("frozen    the feature encoder (convolutions on raw audio)")
 
 
 def load_audio_parts(args: Settings) -> AudioParts:
@@ -229,11 +253,15 @@ def measure_rows(
     return table, map_rows(table, measure, workers=parts.args.preprocessing_workers, key=whole)
 
 
-def build_rows(
-    table: Any, features: Any, split: str, column: str, parts: AudioParts,
-    refuse: Refuse | None = None, *, has_mask: bool = False,
-) -> AudioRows:  # fmt: skip
-    """The rows that the model can learn from; those left out are counted and reported."""
+def prepare_rows(
+    table: Any, split: str, column: str, parts: AudioParts, encode: Encode | None,
+    key: Sequence[Any] = (), refuse: Refuse | None = None, *, has_mask: bool = False,
+) -> Any:  # fmt: skip
+    """The rows that the model can learn from; those of a table that are left out are reported."""
+    if is_row_stream(table):
+        assert encode is not None  # only training rows are a stream
+        return _stream_rows(table, column, parts, encode, refuse, has_mask=has_mask)
+    table, features = measure_rows(table, split, column, parts, encode, key)
     reasons: dict[str, list[int]] = {}
     kept: list[int] = []
     for number in range(len(features)):
@@ -255,9 +283,9 @@ def build_rows(
     )  # fmt: skip
 
 
-def stream_rows(
-    stream: Any, column: str, parts: AudioParts, encode: Encode, refuse: Refuse | None = None,
-    *, has_mask: bool = False,
+def _stream_rows(
+    stream: Any, column: str, parts: AudioParts, encode: Encode, refuse: Refuse | None,
+    *, has_mask: bool,
 ) -> Any:  # fmt: skip
     """The samples of a stream, each measured and decoded by the process that uses it.
 

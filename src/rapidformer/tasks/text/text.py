@@ -18,7 +18,7 @@ from rapidformer.log import warn_once
 from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.images import check_no_images
+from rapidformer.tasks.rows.named_files import check_no_images
 from rapidformer.tasks.rows.rows import RowFunction, as_table, map_rows
 
 if TYPE_CHECKING:
