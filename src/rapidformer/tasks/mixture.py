@@ -101,7 +101,7 @@ def _naming(name: str) -> Iterator[None]:
 def _join(
     parts: Mapping[str, PreparedData], weights: Sequence[float] | None, stopping: str
 ) -> PreparedData:
-    from rapidformer.data.streams.mixed import MixedStream
+    from rapidformer.data.mixture import MixedStream
 
     first = next(iter(parts.values()))
     for name, part in parts.items():

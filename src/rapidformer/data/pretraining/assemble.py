@@ -40,6 +40,7 @@ from rapidformer.data.pretraining.sentence_samples import (
     T5Dataset,
     T5Tokens,
 )
+from rapidformer.data.tokenizers.build import adopt_hugging_face
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn
 
@@ -183,8 +184,6 @@ def _find_tokenizer(tokenizer: Any) -> Any:
 
         return get_tokenizer()
     if hasattr(tokenizer, "get_vocab"):
-        from rapidformer.data.tokenizers.hugging_face import adopt_hugging_face
-
         return adopt_hugging_face(tokenizer)
     return tokenizer
 
