@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rapidformer.config import Settings
@@ -16,12 +16,7 @@ from rapidformer.config.task_names import ALIASES
 from rapidformer.errors import DataError
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
-from rapidformer.tasks.rows.rows import (
-    as_rows,
-    get_column_names,
-    get_first_table,
-    get_splits,
-)
+from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_first_table, get_splits
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +109,6 @@ class Task(ABC):
     """Whether its training rows may be a stream (``--streaming``)."""
     reads_as: tuple[str, ...] = ()
     """Other tasks whose settings this one reads, too."""
-    row_extras: tuple[str, ...] = ()
-    """Extras of data prepared for prediction that have one entry per row."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -181,15 +174,6 @@ class Task(ABC):
         """Features that each row to predict on has become; None if it is one for each."""
         return None
 
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        """What ``predictions`` needs of rows ``start`` to ``stop`` of those to predict on."""
-        extras = dict(prepared.extras)
-        for name in self.row_extras:
-            extras[name] = extras[name][start:stop]
-        if "rows" in extras:
-            extras["rows"] = {"test": extras["rows"]["test"][start:stop]}
-        return replace(prepared, extras=extras)
-
     @abstractmethod
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
         """One small record per row of the batch, in order."""
@@ -198,9 +182,16 @@ class Task(ABC):
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         """The running metrics of a labelled split; it gets the split's records in order."""
 
+    def predictions(
+        self, records: Sequence[Record], prepared: PreparedData, split: str, first: int = 0
+    ) -> Answers:
+        """One dictionary, writable as JSON, per example of the user's, from row ``first`` on."""
+        numbered = enumerate(records, start=first)
+        return [self.answer_row(record, prepared, split, number) for number, record in numbered]
+
     @abstractmethod
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        """One dictionary, writable as JSON, per example of the user's."""
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        """The answer to a row, by its record."""
 
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False

@@ -14,7 +14,7 @@ from rapidformer.config import Settings
 from rapidformer.errors import ModelError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.location import get_model_location
-from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row, Tables
+from rapidformer.tasks.base import IGNORED_LABEL, Batch, PreparedData, Record, Row, Tables
 from rapidformer.tasks.chat.columns import (
     CONTEXT,
     MESSAGES,
@@ -45,7 +45,7 @@ from rapidformer.tasks.text.text import (
     LanguageModel,
     TextParts,
     build_text_collator,
-    describe_blocks,
+    describe_block,
     encode_blocks,
     get_context_length,
     load_text_parts,
@@ -73,7 +73,6 @@ class CausalLM(LanguageModel):
     answer_keys = frozenset({"generated"})
     metrics: tuple[str, ...] = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
-    row_extras = ("shown", "expected")
 
     def load_parts(self, args: Settings) -> TextParts:
         parts = load_text_parts(args, allows_towers=True)
@@ -157,10 +156,10 @@ class CausalLM(LanguageModel):
         inputs = get_inputs(model, self.drop_labels(batch))
         return score_blocks(model(**inputs).logits, shift_labels(batch["labels"]))
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
         if prepared.extras["mode"] != "predict":
-            return describe_blocks(records)
-        return describe_answers(records, prepared)
+            return describe_block(record)
+        return describe_answers(record, prepared, number)
 
 
 def check_is_causal(config: Any, args: Settings) -> None:

@@ -12,10 +12,7 @@ from rapidformer.tasks.base import PreparedData, Record, Row
 from rapidformer.tasks.labels.labels import LabelSpace, get_model_classes, read_labels
 from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.named_files import name_file, open_image
-from rapidformer.tasks.rows.rows import (
-    as_rows,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.rows import as_rows, is_row_stream
 from rapidformer.tasks.sequence_classification import FileClassifier, describe_outputs
 
 IMAGE = ColumnRole(

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables
-from rapidformer.tasks.rows.rows import (
-    get_column,
-)
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
+from rapidformer.tasks.rows.rows import get_column
 from rapidformer.tasks.text.text import (
     LanguageModel,
     TextParts,
-    describe_blocks,
+    describe_block,
     encode_blocks,
     load_text_parts,
     score_blocks,
@@ -41,7 +39,6 @@ class MaskedLM(LanguageModel):
     auto_class = "AutoModelForMaskedLM"
     answer_keys = frozenset({"filled", "masks"})
     metrics = ("perplexity", "accuracy", "loss")
-    row_extras = ("texts",)
 
     def load_parts(self, args: Settings) -> TextParts:
         parts = load_text_parts(args)
@@ -85,11 +82,10 @@ class MaskedLM(LanguageModel):
             return _fill(model, batch, prepared.processor.mask_token_id)
         return score_blocks(model(**self.drop_labels(batch)).logits, batch["labels"])
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
         if prepared.extras["mode"] != "predict":
-            return describe_blocks(records)
-        pairs = zip(prepared.extras["texts"], records, strict=True)
-        return [_describe_fillings(text, record, prepared.processor) for text, record in pairs]
+            return describe_block(record)
+        return _describe_fillings(prepared.extras["texts"][number], record, prepared.processor)
 
 
 def _mask_once(blocks: Any, parts: TextParts) -> Any:

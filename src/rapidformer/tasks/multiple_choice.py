@@ -10,16 +10,12 @@ from typing import Any
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Answers, PreparedData, Record, Tables, check_row_texts
+from rapidformer.tasks.base import PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.labels.checks import is_unlabelled
 from rapidformer.tasks.labels.labels import SINGLE
 from rapidformer.tasks.metrics.tally import ChoiceTally, Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.rows.rows import (
-    get_column,
-    get_column_names,
-    to_rows,
-)
+from rapidformer.tasks.rows.rows import get_column, get_column_names, to_rows
 from rapidformer.tasks.sequence_classification import Classifier, describe_record
 from rapidformer.tasks.text.text import TextParts, TextTask
 
@@ -100,17 +96,14 @@ class MultipleChoice(TextTask, Classifier):
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return ChoiceTally()
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows, columns = prepared.extras["rows"][split], prepared.extras["columns"]
-        contexts, choices = get_column(rows, columns.context), _read_choices(rows, split, columns)
-        result = []
-        for context, texts, record in zip(contexts, choices, records, strict=True):
-            shown = describe_record(record, SINGLE, [str(number) for number in range(len(texts))])
-            choice = int(shown["label"])
-            row = {columns.context: context, "choice": choice, "text": texts[choice]}
-            row |= {"score": shown["score"], "scores": list(shown["scores"].values())}
-            result.append(row | ({"expected": record["label"]} if "label" in record else {}))
-        return result
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        row, columns = prepared.extras["rows"][split][number], prepared.extras["columns"]
+        (texts,) = _read_choices([row], split, columns)
+        shown = describe_record(record, SINGLE, [str(place) for place in range(len(texts))])
+        choice = int(shown["label"])
+        answer = {columns.context: row[columns.context], "choice": choice, "text": texts[choice]}
+        answer |= {"score": shown["score"], "scores": list(shown["scores"].values())}
+        return answer | ({"expected": record["label"]} if "label" in record else {})
 
 
 def _find_choices(available: Sequence[str], args: DataArguments) -> tuple[str, ...]:

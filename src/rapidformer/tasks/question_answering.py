@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
@@ -17,11 +17,7 @@ from rapidformer.errors import ConfigurationError
 from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.rows import (
-    get_column,
-    get_column_names,
-    has_columns,
-)
+from rapidformer.tasks.rows.rows import has_columns
 from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
 from rapidformer.tasks.text.windows import (
     AnswerTally,
@@ -116,15 +112,6 @@ class QuestionAnswering(Task):
             counts[window["example"]] += 1
         return counts
 
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        taken = super().take_rows(prepared, start, stop)
-        windows = prepared.extras["windows"]["test"]
-        first, last = (
-            bisect_left(windows, row, key=lambda window: window["example"]) for row in (start, stop)
-        )
-        kept = [{**window, "example": window["example"] - start} for window in windows[first:last]]
-        return replace(taken, extras={**taken.extras, "windows": {"test": kept}})
-
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss over the windows, the same however they are divided into micro-batches."""
         inputs = {key: value for key, value in batch.items() if key != "context_mask"}
@@ -143,25 +130,30 @@ class QuestionAnswering(Task):
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return AnswerTally(prepared, split)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        extras = prepared.extras
-        rows = extras["rows"][split]
-        contexts = get_column(rows, extras["columns"][1])
-        candidates = join_windows(records, extras["windows"][split], len(contexts), extras)
-        identities = get_column(rows, "id") if "id" in get_column_names(rows) else None
-        is_labelled = prepared.is_labelled(split)
-        answers = get_column(rows, extras["answers"]) if is_labelled else []
-        result = []
-        for index, question in enumerate(get_column(rows, extras["columns"][0])):
-            row: dict[str, Any] = {} if identities is None else {"id": identities[index]}
-            row["question"] = question
-            row |= choose_answer(candidates[index], contexts[index], extras["can_abstain"])
-            if is_labelled:
-                row["expected"] = read_texts(
-                    answers[index], f"{split}, row {index + 1}", extras["answers"]
-                )
-            result.append(row)
-        return result
+    def predictions(
+        self, records: Sequence[Record], prepared: PreparedData, split: str, first: int = 0
+    ) -> Answers:
+        windows = prepared.extras["windows"][split]
+        start = bisect_left(windows, first, key=lambda window: window["example"])
+        pairs = ((record, windows[place]) for place, record in enumerate(records, start))
+        groups = groupby(pairs, key=lambda pair: pair[1]["example"])
+        return [
+            self.answer_row({"windows": list(group)}, prepared, split, number)
+            for number, group in groups
+        ]
+
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        """The answer to a question, by its windows and their records."""
+        extras, row = prepared.extras, prepared.extras["rows"][split][number]
+        question, context = (row[name] for name in extras["columns"])
+        answer = {**({"id": row["id"]} if "id" in row else {}), "question": question}
+        answer |= choose_answer(
+            join_windows(record["windows"], extras), context, extras["can_abstain"]
+        )
+        if prepared.is_labelled(split):
+            place, column = f"{split}, row {number + 1}", extras["answers"]
+            answer["expected"] = read_texts(row[column], place, column)
+        return answer
 
 
 def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:

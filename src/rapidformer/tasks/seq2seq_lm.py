@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import (
-    Answers,
-    Batch,
-    PreparedData,
-    Record,
-    Tables,
-    check_row_texts,
-)
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.evaluation.generating import (
     Generation,
     check_stop_strings,
@@ -31,7 +24,6 @@ from rapidformer.tasks.rows.rows import (
     get_first_table,
     has_columns,
     take_rows,
-    to_rows,
 )
 from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH, TextParts, TextTask
 
@@ -118,17 +110,16 @@ class Seq2SeqLM(TextTask):
             wanted = check_row_texts(_read_column(part, target), target[-1], split, first)
             return wanted, _name_pairs(part, languages)
 
-        return TextTally(lambda record: _decode([record], prepared)[0][0], read)
+        return TextTally(lambda record: _decode(record, prepared)[0], read)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows, decoded = prepared.extras["rows"][split], _decode(records, prepared)
-        columns = {
-            "source": _read_column(rows, prepared.extras["source"]),
-            "generated": [texts if texts[1:] else texts[0] for texts in decoded],
-        }
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        extras, texts = prepared.extras, _decode(record, prepared)
+        rows = [extras["rows"][split][number]]
+        (source,) = _read_column(rows, extras["source"])
+        answer = {"source": source, "generated": texts if texts[1:] else texts[0]}
         if prepared.is_labelled(split):
-            columns["expected"] = _read_column(rows, prepared.extras["target"])
-        return to_rows(columns)
+            (answer["expected"],) = _read_column(rows, extras["target"])
+        return answer
 
 
 def _find_pair(rows: Any, args: DataArguments) -> tuple[Path, Path]:
@@ -223,7 +214,7 @@ def _encode(rows: Any, split: str, source: Path, target: Path | None, parts: Tex
     )
 
 
-def _decode(records: Sequence[Mapping[str, Any]], prepared: PreparedData) -> list[list[str]]:
+def _decode(record: Mapping[str, Any], prepared: PreparedData) -> list[str]:
     generation = prepared.extras["generation"]
-    decoded = (decode_answers(r["generated"], prepared.processor, generation) for r in records)
-    return [[text.strip() for text in texts] for texts in decoded]
+    texts = decode_answers(record["generated"], prepared.processor, generation)
+    return [text.strip() for text in texts]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import (
-    Answers,
     Batch,
     PreparedData,
     Record,
@@ -38,11 +36,7 @@ from rapidformer.tasks.metrics.classification import (
 )
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.rows.rows import (
-    get_column,
-    get_column_names,
-    has_columns,
-)
+from rapidformer.tasks.rows.rows import get_column_names, has_columns
 from rapidformer.tasks.text.text import TextParts, TextTask
 
 if TYPE_CHECKING:
@@ -112,15 +106,9 @@ class FileClassifier(Classifier):
 
     metrics: tuple[str, ...] = ("accuracy", "f1", "f1_macro", "loss")
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
         rows: Any = prepared.get_split(split)
-        return [
-            {self.columns[0].name: rows.get_name(index)} | self.describe(record, prepared)
-            for index, record in enumerate(records, start=prepared.extras.get("first", 0))
-        ]
-
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        return replace(prepared, extras={**prepared.extras, "first": start})
+        return {self.columns[0].name: rows.get_name(number)} | self.describe(record, prepared)
 
 
 class SequenceClassification(TextTask, Classifier):
@@ -187,13 +175,10 @@ class SequenceClassification(TextTask, Classifier):
             return ("pearson", True) if data_name == "stsb" else ("loss", False)
         return ("matthews_correlation" if data_name == "cola" else "accuracy"), True
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows, columns = prepared.extras["rows"][split], prepared.extras["texts"]
-        texts = zip(*(get_column(rows, name) for name in columns), strict=True)
-        return [
-            dict(zip(columns, text, strict=True)) | self.describe(record, prepared)
-            for text, record in zip(texts, records, strict=True)
-        ]
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        row = prepared.extras["rows"][split][number]
+        texts = {name: row.get(name) for name in prepared.extras["texts"]}
+        return texts | self.describe(record, prepared)
 
 
 def _find_label(available: Sequence[str], args: DataArguments) -> str:

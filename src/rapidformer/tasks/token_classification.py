@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
-from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Tables, Task
+from rapidformer.tasks.base import IGNORED_LABEL, Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.labels.checks import collect_labels
 from rapidformer.tasks.labels.labels import (
     LabelSpace,
@@ -124,29 +124,24 @@ class TokenClassification(Task):
         names = prepared.extras["names"]
         return EntityTally(names) if has_entity_tags(names) else TagTally(names)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
         names = prepared.extras["names"]
-        column = get_column(prepared.extras["rows"][split], prepared.extras["words"])
-        marks_entities = has_entity_tags(names)
-        result = []
-        for value, record in zip(column, records, strict=True):
-            words = _as_words(value)
-            # Words beyond the model's length were not seen: predict no tag for them.
-            tags = [names[tag] for tag in record["guesses"]]
-            row: dict[str, Any] = {"words": words[: len(tags)], "tags": tags}
-            row["scores"] = [round(float(score), 6) for score in record["scores"]]
-            if marks_entities:
-                row["entities"] = [
-                    {"type": kind, "text": " ".join(words[first : last + 1])}
-                    | {"first": first, "last": last}
-                    for kind, first, last in find_entities(tags)
-                ]
-            if prepared.is_labelled(split):
-                row["expected"] = [names[tag] for tag in record["labels"]]
-            if len(words) > len(tags):
-                row["words_not_seen"] = len(words) - len(tags)
-            result.append(row)
-        return result
+        words = _as_words(prepared.extras["rows"][split][number].get(prepared.extras["words"]))
+        # Words beyond the model's length were not seen: predict no tag for them.
+        tags = [names[tag] for tag in record["guesses"]]
+        row: dict[str, Any] = {"words": words[: len(tags)], "tags": tags}
+        row["scores"] = [round(float(score), 6) for score in record["scores"]]
+        if has_entity_tags(names):
+            row["entities"] = [
+                {"type": kind, "text": " ".join(words[first : last + 1])}
+                | {"first": first, "last": last}
+                for kind, first, last in find_entities(tags)
+            ]
+        if prepared.is_labelled(split):
+            row["expected"] = [names[tag] for tag in record["labels"]]
+        if len(words) > len(tags):
+            row["words_not_seen"] = len(words) - len(tags)
+        return row
 
 
 def _as_words(value: Any) -> list[str]:

@@ -303,11 +303,3 @@ def _to_text(line: bytes) -> str:
         return line.decode("utf-8-sig")  # spreadsheets write a byte-order mark
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8 text ({error.reason} at byte {error.start}).") from None
-
-
-class LeftOut(dict[str, Any]):
-    """A sample without labels, of a row that the model cannot learn from."""
-
-    def __init__(self, sample: Mapping[str, Any], reason: str) -> None:
-        super().__init__(sample)
-        self.reason = reason

@@ -23,6 +23,7 @@ from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.data.streams.reader import (
     EndlessReader,
     Reader,
@@ -32,7 +33,7 @@ from rapidformer.data.streams.reader import (
     measure,
     read_shard,
 )
-from rapidformer.data.streams.shards import IterableShard, LeftOut, Row, Shard
+from rapidformer.data.streams.shards import IterableShard, Row, Shard
 from rapidformer.errors import DataError, RapidformerError
 from rapidformer.log import get_logger
 

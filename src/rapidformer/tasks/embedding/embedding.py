@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, Task
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.embedding.columns import (
     NEGATIVE,
     POSITIVE,
@@ -26,12 +26,7 @@ from rapidformer.tasks.embedding.files import QUERY as QUERY_PROMPT
 from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, EmbeddingTally
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, as_optional, find_column
-from rapidformer.tasks.rows.rows import (
-    get_column,
-    get_column_names,
-    has_columns,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.rows import get_column, get_column_names, has_columns, is_row_stream
 from rapidformer.tasks.text.text import TextParts, get_context_length, load_text_parts
 
 if TYPE_CHECKING:
@@ -143,12 +138,8 @@ class Embedding(PairTask):
         is_scored = prepared.extras["loss"].name in _OF_PAIRS
         return ("spearmanr" if is_scored else "ndcg@10"), True
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows = prepared.extras["rows"][split]
-        return [
-            (dict(row) if isinstance(row, dict) else {}) | _describe(record["vectors"])
-            for row, record in zip(rows, records, strict=True)
-        ]
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        return dict(prepared.extras["rows"][split][number]) | _describe(record["vectors"])
 
 
 def _describe(vectors: Any) -> dict[str, Any]:

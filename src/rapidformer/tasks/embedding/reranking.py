@@ -8,14 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables
-from rapidformer.tasks.embedding.columns import (
-    SCORE,
-    Item,
-    PairColumns,
-    group_rows,
-    hash_text,
-)
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
+from rapidformer.tasks.embedding.columns import SCORE, Item, PairColumns, group_rows, hash_text
 from rapidformer.tasks.embedding.embedding import (
     Features,
     PairTask,
@@ -26,10 +20,7 @@ from rapidformer.tasks.embedding.embedding import (
 )
 from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, RerankingTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.rows import (
-    get_column,
-    to_rows,
-)
+from rapidformer.tasks.rows.rows import get_column, to_rows
 from rapidformer.tasks.text.text import TextParts
 
 if TYPE_CHECKING:
@@ -116,11 +107,9 @@ class Reranking(PairTask):
         is_ranked = prepared.extras["lists"] and prepared.extras["loss"] != "mse"
         return ("ndcg@10", True) if is_ranked else ("loss", False)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows = prepared.extras["rows"][split]
-        is_raw = prepared.extras.get("is_raw", False)
-        pairs = zip(rows, records, strict=True)
-        return [dict(row) | _describe(r["logits"], is_raw=is_raw) for row, r in pairs]
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        shown = _describe(record["logits"], is_raw=prepared.extras.get("is_raw", False))
+        return dict(prepared.extras["rows"][split][number]) | shown
 
 
 def _describe_head(activation: str) -> dict[str, Any]:

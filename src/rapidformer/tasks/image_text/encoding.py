@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rapidformer.data.streams.shards import LeftOut
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import DataError, ModelError
 from rapidformer.tasks.base import IGNORED_LABEL, Batch
 from rapidformer.tasks.chat.features import mark_tokens, render_row

@@ -31,10 +31,7 @@ from rapidformer.tasks.image_text.encoding import (
 )
 from rapidformer.tasks.image_text.rows import ImageTextRows, ImageTextStream, measure_rows
 from rapidformer.tasks.rows.named_files import list_folders, measure_image
-from rapidformer.tasks.rows.rows import (
-    has_columns,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.rows import has_columns, is_row_stream
 from rapidformer.tasks.text.text import check_vocabulary, get_context_length, get_max_length
 
 _DEFAULT_LENGTH = 2048

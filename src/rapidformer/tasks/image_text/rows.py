@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rapidformer.data.streams.shards import LeftOut
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns

@@ -26,11 +26,7 @@ from rapidformer.tasks.chat.features import (
     join_splits,
 )
 from rapidformer.tasks.chat.turns import ChatRows, name_rows
-from rapidformer.tasks.preference.examples import (
-    Example,
-    PreferenceColumns,
-    read_examples,
-)
+from rapidformer.tasks.preference.examples import Example, PreferenceColumns, read_examples
 from rapidformer.tasks.preference.losses import LossSettings
 from rapidformer.tasks.rows.rows import (
     as_table,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.evaluation.generating import generate_records
 from rapidformer.tasks.preference.examples import ANSWER, LABEL, PAIR_ROLES, find_preference_columns
@@ -117,7 +117,7 @@ class Preference(CausalLM):
             return AnswerTally(objective.settings.beta, objective.sum_losses)
         return PairTally(objective.combine)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
         if prepared.extras["mode"] == "predict":
-            return super().predictions(records, prepared, split)
-        return [dict(record.get("shown", record)) for record in records]
+            return super().answer_row(record, prepared, split, number)
+        return dict(record.get("shown", record))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, Task
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.chat.columns import RESPONSE, find_chat_columns
 from rapidformer.tasks.preference.examples import (
     MARGIN,
@@ -111,6 +111,6 @@ class Reward(Task):
 
         return RewardTally()
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows = prepared.extras.get("rows", {}).get(split) or [{}] * len(records)
-        return [{**row, **record} for row, record in zip(rows, records, strict=True)]
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        rows = prepared.extras.get("rows", {}).get(split)
+        return {**(rows[number] if rows else {}), **record}

@@ -9,10 +9,7 @@ from rapidformer.errors import DataError
 from rapidformer.tasks.base import Batch, PreparedData, Record, Records, Tables
 from rapidformer.tasks.labels.labels import SINGLE, get_model_classes, read_labels
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.rows import (
-    Columns,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.rows import Columns, is_row_stream
 from rapidformer.tasks.sequence_classification import FileClassifier, describe_outputs
 from rapidformer.tasks.speech.audio import AUDIO
 from rapidformer.tasks.speech.rows import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.patches import quieten
@@ -21,12 +21,7 @@ from rapidformer.tasks.evaluation.generating import Generation
 from rapidformer.tasks.metrics.generation import TranscriptTally
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.rows import (
-    Columns,
-    get_column,
-    has_columns,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.rows import Columns, get_column, has_columns, is_row_stream
 from rapidformer.tasks.speech.audio import AUDIO
 from rapidformer.tasks.speech.rows import (
     AudioParts,
@@ -66,7 +61,6 @@ class SpeechRecognition(AudioTask):
     answer_keys = frozenset({"text"})
     best_metric = "wer"
     metrics = ("wer", "cer", "loss")
-    row_extras = ("names", "counts")
     tally_reads_rows = True
     streams = True
 
@@ -154,13 +148,21 @@ class SpeechRecognition(AudioTask):
             lambda record: transcripts.score(transcripts.decode(record["transcript"])), read
         )
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        transcripts, pieces = prepared.extras["transcripts"], iter(records)
-        answers: Answers = []
-        for name, windows in zip(*(prepared.extras[key] for key in self.row_extras), strict=True):
-            texts = [transcripts.decode(next(pieces)["transcript"]) for _ in range(windows)]
-            answers.append({"audio": name, "text": " ".join(filter(None, texts))})
-        return answers
+    def predictions(
+        self, records: Sequence[Record], prepared: PreparedData, split: str, first: int = 0
+    ) -> Answers:
+        transcripts, counts = prepared.extras["transcripts"], prepared.extras["counts"][first:]
+        texts = [transcripts.decode(record["transcript"]) for record in records]
+        ends = [end for end in accumulate(counts, initial=0) if end <= len(texts)]
+        return [
+            self.answer_row({"texts": texts[start:end]}, prepared, split, number)
+            for number, (start, end) in enumerate(pairwise(ends), start=first)
+        ]
+
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        """The transcript of a recording, by those of its windows."""
+        text = " ".join(filter(None, record["texts"]))
+        return {"audio": prepared.extras["names"][number], "text": text}
 
 
 def _finish(

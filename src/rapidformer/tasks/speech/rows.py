@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rapidformer.config import Settings
 from rapidformer.data.files import without_decoding
-from rapidformer.data.streams.shards import LeftOut
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Row, Task

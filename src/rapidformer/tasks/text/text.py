@@ -15,7 +15,7 @@ from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
-from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.named_files import check_no_images
@@ -319,11 +319,8 @@ def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
     return [{"loss": s, "count": n, "by_token": {"accuracy": (right, n)}} for s, n, right in rows]
 
 
-def describe_blocks(records: list[Record]) -> Answers:
-    """The perplexity of each block, if there is nothing to generate or fill in."""
-    counts = [record["count"] for record in records]
-    losses = [r["loss"] / r["count"] if r["count"] else float("nan") for r in records]
-    return [
-        {"loss": loss, "perplexity": compute_perplexity(loss), "tokens": count}
-        for loss, count in zip(losses, counts, strict=True)
-    ]
+def describe_block(record: Record) -> dict[str, Any]:
+    """The perplexity of a block, if there is nothing to generate or fill in."""
+    count = record["count"]
+    loss = record["loss"] / count if count else float("nan")
+    return {"loss": loss, "perplexity": compute_perplexity(loss), "tokens": count}

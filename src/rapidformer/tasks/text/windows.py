@@ -189,29 +189,23 @@ def _compare(logits: torch.Tensor, places: torch.Tensor, is_padding: torch.Tenso
 
 
 def join_windows(
-    records: Sequence[Mapping[str, Any]], windows: Any, questions: int, extras: Mapping[str, Any]
-) -> list[tuple[list[Candidate], float]]:
-    """Per question, its best spans over all windows (in characters), and the no-answer score."""
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], extras: Mapping[str, Any]
+) -> tuple[list[Candidate], float]:
+    """A question's best spans over all of its windows (in characters), and the no-answer score."""
     import numpy as np
 
-    candidates: list[list[Candidate]] = [[] for _ in range(questions)]
-    null = [float("inf")] * questions
-    for record, window in zip(records, windows, strict=True):
-        owner = window["example"]
-        null[owner] = min(null[owner], record["null"])
+    candidates: list[Candidate] = []
+    for record, window in pairs:
         scores = record["first_score"][:, None] + record["last_score"][None, :]
         first, last = record["first"], record["last"]
         lengths = last[None, :] - first[:, None] + 1
         fits = (lengths > 0) & (lengths <= extras["max_answer_length"]) & np.isfinite(scores)
-        candidates[owner] += [
+        candidates += [
             (float(scores[i, j]), window["starts"][first[i]], window["ends"][last[j]])
             for i, j in zip(*np.nonzero(fits), strict=True)
         ]
-    count = extras["n_best"]
-    return [
-        (sorted(spans, key=lambda span: -span[0])[:count], none)
-        for spans, none in zip(candidates, null, strict=True)
-    ]
+    best = sorted(candidates, key=lambda span: -span[0])[: extras["n_best"]]
+    return best, min(record["null"] for record, _ in pairs)
 
 
 def choose_answer(
@@ -282,9 +276,7 @@ class AnswerTally(Tally):
         """Score the open question, whose windows are complete."""
         if self._question is None:
             return
-        windows = [{**window, "example": 0} for _, window in self._open]
-        records = [record for record, _ in self._open]
-        (candidates,) = join_windows(records, windows, 1, self._extras)
+        candidates = join_windows(self._open, self._extras)
         context, answers = self._examples.pop(self._question)
         chosen = choose_answer(candidates, context, self._extras["can_abstain"])
         place = f"{self._split}, row {self._question + 1}"
