@@ -109,8 +109,8 @@ class CausalLM(LanguageModel):
                 features[split] = drop_columns(rows, ["length"])
         if not is_packed:
             collate = LabelCollator(collate)
-        packed = {"mode": "evaluate", "packed_length": parts.length if is_packed else None}
-        return parts.prepare(features, {**packed, **extras}, collate=collate)
+        extras = {"packed_length": parts.length if is_packed else None, **extras}
+        return parts.prepare(features, extras, collate=collate)
 
     def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
         from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions
@@ -124,7 +124,7 @@ class CausalLM(LanguageModel):
         check_stop_strings(generation, tokenizer)
         encode = encode_beginnings if isinstance(columns, str) else encode_questions
         features, extras = encode(table, columns, tokenizer, length, args)
-        more = {"mode": "predict", "generation": generation, "prompt_length": length}
+        more = {"generation": generation, "prompt_length": length}
         return parts.prepare_input(features, {**more, **extras}, side="left")
 
     def build_model(
@@ -148,18 +148,24 @@ class CausalLM(LanguageModel):
         return model(**get_inputs(model, batch)).loss
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        if "generation" in prepared.extras:
+            return generate_records(model, batch, prepared)
+        return self.score(model, batch, prepared)
+
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        """The records of an evaluation."""
         from rapidformer.tasks.evaluation.scoring import shift_labels
         from rapidformer.tasks.text.packed_attention import get_inputs
 
-        if prepared.extras["mode"] == "predict":
-            return generate_records(model, batch, prepared)
         inputs = get_inputs(model, self.drop_labels(batch))
         return score_blocks(model(**inputs).logits, shift_labels(batch["labels"]))
 
     def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
-        if prepared.extras["mode"] != "predict":
+        if "generation" in prepared.extras:
+            return describe_answers(record, prepared, number)
+        if "by_token" in record and "shown" not in record:
             return describe_block(record)
-        return describe_answers(record, prepared, number)
+        return dict(record.get("shown", record))
 
 
 def check_is_causal(config: Any, args: Settings) -> None:

@@ -101,10 +101,37 @@ class Distillation(CausalLM):
         )  # fmt: skip
         return {"teacher": FrozenModel(teacher, args.teacher_precision, layout)}
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        if prepared.extras["mode"] == "predict":
-            return super().evaluate_step(model, batch, prepared)
-        return _score(model, batch, prepared)
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        """The records of plain language models, with the divergence and the loss of both."""
+        import torch
+
+        from rapidformer.objectives.reference import ask
+        from rapidformer.tasks.evaluation.scoring import shift_labels
+        from rapidformer.tasks.text.text import score_blocks
+
+        objective, context = prepared.extras["objective"], prepared.extras["context"]
+        inputs, labels = self.drop_labels(batch), batch["labels"]
+
+        def get_logits(model: Any) -> torch.Tensor:
+            return model(**objective.get_inputs(model, inputs)).logits
+
+        student, teacher = get_logits(model), ask(context, "teacher", get_logits)
+        records = score_blocks(student, shift_labels(labels))
+        # One row at a time: the whole batch in fp32 would double the largest tensors.
+        rows = zip(student, teacher, labels, strict=True)
+        sums = [objective.sum(*(part[None] for part in row)).divergence for row in rows]
+        weight = objective.alpha * objective.temperature**2
+        return [
+            {
+                "loss": weight * divergence + (1 - objective.alpha) * record["loss"],
+                "count": (count := record["count"]),
+                "by_token": {
+                    "divergence_loss": (divergence, count), "label_loss": (record["loss"], count),
+                    **record["by_token"],
+                },
+            }
+            for record, divergence in zip(records, torch.stack(sums).tolist(), strict=True)
+        ]  # fmt: skip
 
 
 def _build_objective(args: DistillationArguments) -> Objective:
@@ -116,39 +143,6 @@ def _build_objective(args: DistillationArguments) -> Objective:
         temperature=args.distillation_temperature, alpha=args.distillation_alpha,
         get_inputs=get_inputs,  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def _score(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-    """The records of plain language models, with the divergence and the loss of both."""
-    import torch
-
-    from rapidformer.objectives.reference import ask
-    from rapidformer.tasks.evaluation.scoring import shift_labels
-    from rapidformer.tasks.text.text import score_blocks
-
-    objective, context = prepared.extras["objective"], prepared.extras["context"]
-    inputs, labels = CausalLM.drop_labels(batch), batch["labels"]
-
-    def get_logits(model: Any) -> torch.Tensor:
-        return model(**objective.get_inputs(model, inputs)).logits
-
-    student, teacher = get_logits(model), ask(context, "teacher", get_logits)
-    records = score_blocks(student, shift_labels(labels))
-    # One row at a time: the whole batch in fp32 would double the largest tensors.
-    rows = zip(student, teacher, labels, strict=True)
-    sums = [objective.sum(*(part[None] for part in row)).divergence for row in rows]
-    weight = objective.alpha * objective.temperature**2
-    return [
-        {
-            "loss": weight * divergence + (1 - objective.alpha) * record["loss"],
-            "count": (count := record["count"]),
-            "by_token": {
-                "divergence_loss": (divergence, count), "label_loss": (record["loss"], count),
-                **record["by_token"],
-            },
-        }
-        for record, divergence in zip(records, torch.stack(sums).tolist(), strict=True)
-    ]  # fmt: skip
 
 
 # ---- the teacher ---------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class MaskedLM(LanguageModel):
             blocks = encode_blocks(rows, split, columns["text"], parts, add_special=True)
             features[split] = blocks if split == "train" else _mask_once(blocks, parts)
         collate = MaskingCollator(parts.tokenizer, parts.args.mask_prob)
-        return parts.prepare(features, {"mode": "evaluate"}, collate=collate)
+        return parts.prepare(features, {}, collate=collate)
 
     def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
         tokenizer, column = parts.tokenizer, columns["text"]
@@ -74,16 +74,16 @@ class MaskedLM(LanguageModel):
         def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
             return dict(tokenizer(columns[column], truncation=True, max_length=parts.length))
 
-        extras = {"mode": "predict", "texts": get_column(table, column)}
+        extras = {"texts": get_column(table, column)}
         return parts.prepare_input(parts.map_rows(table, encode), extras)
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        if prepared.extras["mode"] == "predict":
+        if "texts" in prepared.extras:
             return _fill(model, batch, prepared.processor.mask_token_id)
         return score_blocks(model(**self.drop_labels(batch)).logits, batch["labels"])
 
     def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
-        if prepared.extras["mode"] != "predict":
+        if "texts" not in prepared.extras:
             return describe_block(record)
         return _describe_fillings(prepared.extras["texts"][number], record, prepared.processor)
 

@@ -111,7 +111,7 @@ class Grpo(CausalLM):
                 rows, split, columns, parts.tokenizer, room, args
             )
         extras = {
-            "mode": "reward", "functions": functions, "new_tokens": new_tokens, "stop_id": stop_id,
+            "functions": functions, "new_tokens": new_tokens, "stop_id": stop_id,
         }  # fmt: skip
         collate = PromptCollator(build_text_collator(parts.tokenizer, side="left"))
         return parts.prepare(features, extras, collate=collate)
@@ -142,9 +142,7 @@ class Grpo(CausalLM):
         )  # fmt: skip
         return GrpoObjective(loss, rollouts, sampling.temperature)
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        if prepared.extras["mode"] != "reward":
-            return super().evaluate_step(model, batch, prepared)
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.tasks.grpo.rollouts import generate_whole
 
         functions, tokenizer = prepared.extras["functions"], prepared.processor

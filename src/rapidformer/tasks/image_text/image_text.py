@@ -19,7 +19,6 @@ from rapidformer.tasks.image_text.conversations import find_image_columns
 from rapidformer.tasks.rows.columns import ColumnRole, as_optional
 from rapidformer.tasks.rows.named_files import IMAGES
 from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
-from rapidformer.tasks.text.text import score_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,9 +79,6 @@ class ImageText(CausalLM):
         return prepare_questions(parts, table, *columns)
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        from rapidformer.tasks.evaluation.scoring import shift_labels
-
-        if prepared.extras["mode"] != "predict":
-            logits = model(**self.drop_labels(batch)).logits
-            return score_blocks(logits, shift_labels(batch["labels"]))
-        return generate_records(model, batch, prepared, inputs=batch)
+        if "generation" in prepared.extras:
+            return generate_records(model, batch, prepared, inputs=batch)
+        return self.score(model, batch, prepared)

@@ -65,7 +65,7 @@ def prepare_answers(
         hint = "" if image_column else " and no column of them was found (--image-column)"
         warn_once(f"no row has an image{hint}: the model learns from text alone.")
     extras = {
-        "mode": "evaluate", "stop_id": chat.get_stop_id(),
+        "stop_id": chat.get_stop_id(),
         "labelled": {split: rows is not None for split, rows in features.items()},
         "placeholders": parts.get_placeholders(),
     }  # fmt: skip
@@ -89,7 +89,7 @@ def prepare_questions(
     )  # fmt: skip
     shown, expected = _check_questions(questions, parts.encoder, length)
     extras = {
-        "mode": "predict", "generation": generation, "prompt_length": length, "is_answer": True,
+        "generation": generation, "prompt_length": length, "is_answer": True,
         "labelled": {"test": False}, "shown": shown, "expected": expected,
         "stop_id": parts.encoder.template.get_stop_id(),
     }  # fmt: skip

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
-from rapidformer.tasks.evaluation.generating import generate_records
 from rapidformer.tasks.preference.examples import ANSWER, LABEL, PAIR_ROLES, find_preference_columns
 from rapidformer.tasks.rows.rows import to_rows
 from rapidformer.tasks.text.text import TextParts, build_text_collator
@@ -65,7 +64,7 @@ class Preference(CausalLM):
         is_paired = args.loss != "kto"
         features, encoder, facts = encode_tables(parts, tables, columns, is_paired=is_paired)
         extras = {
-            "mode": "evaluate", "stop_id": encoder.chat.get_stop_id(),
+            "stop_id": encoder.chat.get_stop_id(),
             "objective": self.build_objective(args), **facts,
         }  # fmt: skip
         pad = build_text_collator(parts.tokenizer, side="right")
@@ -89,12 +88,10 @@ class Preference(CausalLM):
             return KTOObjective(settings, args.seq_length)
         return PairObjective(settings)
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.objectives import Context
         from rapidformer.tasks.preference.objective import KTOObjective
 
-        if prepared.extras["mode"] == "predict":
-            return generate_records(model, batch, prepared)
         objective = prepared.extras["objective"]
         context = prepared.extras.get("context", Context())
         if isinstance(objective, KTOObjective):
@@ -116,8 +113,3 @@ class Preference(CausalLM):
         if isinstance(objective, KTOObjective):
             return AnswerTally(objective.settings.beta, objective.sum_losses)
         return PairTally(objective.combine)
-
-    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
-        if prepared.extras["mode"] == "predict":
-            return super().answer_row(record, prepared, split, number)
-        return dict(record.get("shown", record))
