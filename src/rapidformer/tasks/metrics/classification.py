@@ -50,7 +50,6 @@ class ClassTally(Tally):
     def add(self, records: Sequence[Record]) -> None:
         guesses = [int(record["logits"].argmax()) for record in records]
         self.add_labels(guesses, [record["label"] for record in records])
-        self.examples += len(records)
 
     def add_labels(self, guesses: Sequence[int], labels: Sequence[int]) -> None:
         import torch
@@ -116,12 +115,12 @@ class MultiLabelTally(Tally):
         predicted, wanted = torch.as_tensor(guesses), torch.as_tensor(labels)
         self._matrix.update(predicted, wanted)
         self._hits += int((predicted == wanted).all(dim=1).sum())
-        self.examples += len(labels)
 
     def score(self) -> dict[str, float]:
         _, averages = self._score_labels()
+        rows = int(self._matrix.confmat[0].sum())
         return {
-            "accuracy": self._hits / self.examples if self.examples else 0.0,
+            "accuracy": self._hits / rows if rows else 0.0,
             "f1": averages["micro avg"]["f1"],
             "f1_macro": averages["macro avg"]["f1"],
         }
@@ -167,7 +166,6 @@ class RegressionTally(Tally):
     def add(self, records: Sequence[Record]) -> None:
         predicted = [float(record["logits"][0]) for record in records]
         self.add_numbers(predicted, [float(record["label"]) for record in records])
-        self.examples += len(records)
 
     def add_numbers(self, predicted: Sequence[float], wanted: Sequence[float]) -> None:
         self._predicted.extend(predicted)
@@ -257,7 +255,6 @@ class EntityTally(Tally):
                 [self._names[tag] for tag in record["guesses"]],
                 [self._names[tag] for tag in record["labels"]],
             )
-        self.examples += len(records)
 
     def add_tags(self, predicted: Sequence[str], expected: Sequence[str]) -> None:
         guesses, truths = set(find_entities(predicted)), set(find_entities(expected))
@@ -300,4 +297,3 @@ class TagTally(ClassTally):
     def add(self, records: Sequence[Record]) -> None:
         for record in records:
             self.add_labels(record["guesses"], record["labels"])
-        self.examples += len(records)

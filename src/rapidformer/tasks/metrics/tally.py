@@ -152,10 +152,11 @@ class Tally(ABC):
             self._loss += record["loss"]
             self.terms += record["count"]
         self.add(records)
+        self.examples += len(records)
 
     @abstractmethod
     def add(self, records: Sequence[Record]) -> None:
-        """Add what the task's own metrics need, and count the examples."""
+        """Add what the task's own metrics need; each record is an example."""
 
     @abstractmethod
     def score(self) -> dict[str, float]:
@@ -189,7 +190,6 @@ class MeanTally(Tally):
             for name, (value, count) in {**shown, **record.get("by_token", {})}.items():
                 self._sums[name] += value
                 self._counts[name] += count
-        self.examples += len(records)
 
     def score(self) -> dict[str, float]:
         return {name: total / max(self._counts[name], 1) for name, total in self._sums.items()}
@@ -211,7 +211,6 @@ class ChoiceTally(Tally):
 
     def add(self, records: Sequence[Record]) -> None:
         self._hits += sum(int(record["logits"].argmax()) == record["label"] for record in records)
-        self.examples += len(records)
 
     def score(self) -> dict[str, float]:
         return {"accuracy": self._hits / self.examples if self.examples else 0.0}

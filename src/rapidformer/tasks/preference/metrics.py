@@ -59,7 +59,6 @@ class AnswerTally(Tally):
             self._tokens[is_good] += record["tokens"]
             self._others += record["other"]
             self._entropies += record["entropies"]
-        self.examples += len(records)
 
     def _get_baseline(self) -> float:
         return max(0.0, self._others / self.examples) if self.examples > 1 else 0.0

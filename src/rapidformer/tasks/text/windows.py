@@ -250,6 +250,7 @@ class AnswerTally(Tally):
                 self._close()
                 self._question = window["example"]
             self._open.append((record, window))
+        self.examples -= len(records)  # windows: a question counts when all of them are there
 
     def score(self) -> dict[str, float]:
         self._close()
