@@ -53,7 +53,7 @@ def run_arithmetic(prefix: Path, seq_length: int) -> None:
         sizes, start=0, stop=len(sizes), num_samples=None, seq_length=seq_length, seed=SEED
     )
     seconds = time.perf_counter() - start
-    show(f"GPT {seq_length}, arithmetic", len(index.shuffle), seconds)
+    show(f"GPT {seq_length}, arithmetic", len(index["shuffle"]), seconds)
 
 
 def run_through_cache(prefix: Path, seq_length: int) -> None:

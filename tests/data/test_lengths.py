@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rapidformer import RapidformerEngine
-from rapidformer.data.lengths import GroupedOrder, measure_lengths
+from rapidformer.data.rounds import GroupedOrder, measure_lengths
 from rapidformer.errors import DataError
 
 

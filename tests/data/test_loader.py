@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import Dataset, IterableDataset
 
 from rapidformer.data import fetching
-from rapidformer.data.lengths import GroupedOrder
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.rounds import GroupedOrder
 from rapidformer.data.update import MicroBatch
 from rapidformer.errors import DataError
 

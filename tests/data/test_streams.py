@@ -24,9 +24,8 @@ import rapidformer.data.streams.reader as reader
 from rapidformer.data.adopting import adopt_loader
 from rapidformer.data.files import load_file
 from rapidformer.data.loader import DistributedLoader
-from rapidformer.data.mixture import choose_sets
+from rapidformer.data.mixture import MixedStream, choose_sets
 from rapidformer.data.streams.listing import open_stream
-from rapidformer.data.streams.mixed import MixedStream
 from rapidformer.data.streams.stream import StreamRows
 from rapidformer.errors import DataError
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from rapidformer.data.lengths import split_by_tokens
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.rounds import split_by_tokens
 from rapidformer.errors import DataError
 
 LENGTHS = [3, 9, 1, 7, 5, 5, 2, 8, 6, 4, 3]

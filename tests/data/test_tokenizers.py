@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rapidformer.data.tokenizers import TOKENIZER_TYPES, Tokenizer, build_tokenizer
-from rapidformer.data.tokenizers.hugging_face import adopt_hugging_face, load_hugging_face
+from rapidformer.data.tokenizers.build import adopt_hugging_face, load_hugging_face
 from rapidformer.errors import ConfigurationError, DataError, RapidformerError
 from tests.data.preprocess.vocabularies import (
     TEXTS,

@@ -17,9 +17,7 @@ from rapidformer.dist.collectives import gather_rows, sum_over_rows
 from rapidformer.engine import RapidformerEngine
 from rapidformer.models.adapters import add_adapters
 from rapidformer.objectives import BoundObjective
-from rapidformer.tasks.embedding.collate import ItemCollator
-from rapidformer.tasks.embedding.losses import LossSettings
-from rapidformer.tasks.embedding.objective import EmbeddingObjective
+from rapidformer.tasks.embedding.objective import EmbeddingObjective, ItemCollator, LossSettings
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.runner import TaskFinetuner
 from rapidformer.training.callbacks import Callback, Control, RunningLoop

@@ -25,8 +25,13 @@ from rapidformer.engine import RapidformerEngine
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.objectives import BoundObjective, Context
 from rapidformer.tasks.embedding.files import Recipe, SentenceFiles, read_recipe
-from rapidformer.tasks.embedding.losses import Items, LossSettings, compute_losses
-from rapidformer.tasks.embedding.objective import RerankingObjective, pool
+from rapidformer.tasks.embedding.objective import (
+    Items,
+    LossSettings,
+    RerankingObjective,
+    compute_losses,
+    pool,
+)
 from rapidformer.tasks.metrics.retrieval import score_ranks
 from rapidformer.tasks.registry import get_task
 

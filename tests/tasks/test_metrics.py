@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from rapidformer.tasks.metrics.classification import (
     ClassTally,
+    EntityTally,
     MultiLabelTally,
     RegressionTally,
     compute_regression,
+    find_entities,
+    has_entity_tags,
 )
-from rapidformer.tasks.metrics.entities import EntityTally, find_entities, has_entity_tags
 from rapidformer.tasks.metrics.generation import TextScores, compute_squad
 from rapidformer.tasks.metrics.tally import compute_perplexity
 

@@ -12,8 +12,7 @@ import torch
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.tasks.preference.columns import find_preference_columns
-from rapidformer.tasks.preference.examples import Example, read_examples
+from rapidformer.tasks.preference.examples import Example, find_preference_columns, read_examples
 from rapidformer.tasks.preference.losses import (
     LossSettings,
     compute_kto_losses,

@@ -15,11 +15,14 @@ import transformers
 
 from rapidformer.checkpoint.exporting import plain_process, proof
 from rapidformer.checkpoint.exporting.export import export
+from rapidformer.config import parse_arguments
+from rapidformer.data.named_sets import NamedSet
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.tasks.metrics.generation import count_edits
+from rapidformer.tasks.mixture import SetTallies, prepare_sets
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.speech.audio import open_clip
-from rapidformer.tasks.speech.spec_augment import SEEDS
+from rapidformer.tasks.speech.losses import SEEDS
 
 from .conftest import compute_metrics, make_args, run_split, write_jsonl
 from .speech_rig import RATE, make_ctc_model, make_rows, make_tones, make_whisper
@@ -196,7 +199,8 @@ def test_what_cannot_be_learnt_is_left_out(
     prepared = prepare(whisper_folder, [rows[0], long, rows[1]], language="de")
     assert len(prepared.train) == 2
     assert "train: 1 row of 3 left out: longer than 1 s (the first is row 2)" in caplog.text
-    assert list(prepared.extras["wanted"]["train"]) == [rows[0]["text"], rows[1]["text"]]
+    kept = [prepared.train.read(number, "text") for number in range(2)]
+    assert kept == [rows[0]["text"], rows[1]["text"]]
     spoken = {**rows[0], "text": "low mid high " * 10}
     assert len(prepare(ctc_folder, [spoken, rows[1]]).train) == 1
     assert "more characters than the model makes steps" in caplog.text
@@ -420,5 +424,24 @@ def test_metadata_next_to_recordings(ctc_folder: Path, tmp_path: Path) -> None:
     args = make_args(pretrained_model_name_or_path=ctc_folder, data_path=tmp_path)
     prepared = RECOGNITION.prepare(args)
     assert prepared.train.describe(0).startswith("clips/a.wav: 0.30 s at 8,000 Hz, resampled")
-    assert list(prepared.extras["wanted"]["validation"]) == ["validation"]
+    assert prepared.validation.read(0, "text") == "validation"
     assert prepared.train["length"] == [4800]
+
+
+def test_error_rates_of_a_mixture_are_those_of_its_sets(whisper_folder: Path) -> None:
+    model = f"--pretrained-model-name-or-path {whisper_folder} --language english"
+    args = parse_arguments(f"--task speech_recognition {model}".split())
+    sizes = {"a": 3, "b": 2}
+    tables = {
+        name: {"train": make_rows(2), "validation": make_rows(n)} for name, n in sizes.items()
+    }
+    sets = [NamedSet(label=name, path=name) for name in sizes]
+    prepared = prepare_sets(RECOGNITION, args, sets, tables)
+    tallies = SetTallies(RECOGNITION, prepared, "validation")
+    for name, part in tallies.parts.items():
+        rows: Any = part.validation
+        for row in rows:
+            said = row["labels"] if name == "a" else row["labels"][:0]
+            tallies.update(name, [{"loss": 1.0, "count": 1, "transcript": said}])
+    scores = tallies.compute()
+    assert (scores["a_wer"], scores["b_wer"], scores["wer"]) == (0.0, 1.0, 0.4)

@@ -14,15 +14,16 @@ import torch
 from rapidformer.engine import RapidformerEngine
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.evaluation import evaluating
-from rapidformer.tasks.evaluation.answers import AnswerTally
 from rapidformer.tasks.metrics.classification import (
     ClassTally,
+    EntityTally,
     MultiLabelTally,
     RegressionTally,
+    TagTally,
 )
-from rapidformer.tasks.metrics.entities import EntityTally, TagTally
 from rapidformer.tasks.metrics.generation import TextTally
 from rapidformer.tasks.metrics.tally import ChoiceTally, TokenTally
+from rapidformer.tasks.text.windows import AnswerTally
 
 ROWS = 100_000
 LOSS = {"loss": 0.5, "count": 1}
@@ -107,7 +108,7 @@ def read_targets(first: int, count: int) -> tuple[list[str], list[str]]:
     [
         (ClassTally(["a", "b", "c"]), CLASS, ["_matrix"]),
         (MultiLabelTally(["a", "b", "c"]), {**CLASS, "label": [0.0, 1.0, 1.0]}, ["_matrix"]),
-        (TokenTally(), {**LOSS, "hits": 1}, []),
+        (TokenTally(), {**LOSS, "by_token": {"accuracy": (1, 1)}}, ["_sums", "_counts"]),
         (ChoiceTally(), CLASS, []),
         (EntityTally(["O", "B-X", "I-X"]), TAGGED, ["_right", "_guessed", "_wanted"]),
         (TagTally(["NOUN", "VERB", "ADJ"]), TAGGED, ["_matrix"]),

@@ -69,9 +69,7 @@ from rapidformer.objectives import Objective
 from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.multi_tensor.adamw import MultiTensorAdamW
 from rapidformer.overlay import find_fact
-from rapidformer.tasks.embedding.collate import ItemCollator
-from rapidformer.tasks.embedding.losses import LossSettings
-from rapidformer.tasks.embedding.objective import EmbeddingObjective
+from rapidformer.tasks.embedding.objective import EmbeddingObjective, ItemCollator, LossSettings
 from rapidformer.training.callbacks import Callback, Control, RunningLoop
 
 T = TypeVar("T")

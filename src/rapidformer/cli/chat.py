@@ -25,7 +25,7 @@ from rapidformer.tasks.image_text.conversations import Conversation as ImageChat
 from rapidformer.tasks.image_text.encoding import QuestionCollator, Rendered
 from rapidformer.tasks.image_text.image_text import ImageText
 from rapidformer.tasks.registry import get_task
-from rapidformer.tasks.rows.images import open_image
+from rapidformer.tasks.rows.named_files import open_image
 from rapidformer.tasks.text.text import tokenize
 
 _LEAVE, _START_OVER, _SHOW = ("/exit", "/quit"), "/new", "/image "

@@ -76,7 +76,7 @@ def _build_parser() -> CommandParser:
 
 
 def _info(options: argparse.Namespace) -> None:
-    from rapidformer.data.indexed.commands import describe_indexed
+    from rapidformer.data.indexed.reader import describe_indexed
 
     damaged = []
     for prefix in options.prefixes:
@@ -177,8 +177,8 @@ def _decode(ids: list[int], tokenizer: Tokenizer) -> str:
 
 def _merge(options: argparse.Namespace) -> None:
     from rapidformer.data.indexed import has_indexed, list_prefixes, merge_indexed
-    from rapidformer.data.indexed.commands import describe_indexed
     from rapidformer.data.indexed.layout import get_data_path, get_index_path, is_file, name_target
+    from rapidformer.data.indexed.reader import describe_indexed
 
     prefixes: list[str] = []
     for word in options.input:

@@ -107,7 +107,7 @@ def _show(features: Any, prepared: Any, options: argparse.Namespace) -> None:
     from rich.text import Text
 
     from rapidformer.data.label_view import count_tokens, view_batch
-    from rapidformer.tasks.rows.images import describe_image
+    from rapidformer.tasks.rows.named_files import describe_image
     from rapidformer.tasks.rows.rows import is_row_stream
 
     is_stream = is_row_stream(features)

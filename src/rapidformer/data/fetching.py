@@ -16,9 +16,8 @@ from torch.utils.data import get_worker_info
 
 from rapidformer.data.batch import describe_batch, fits_numpy
 from rapidformer.data.data_source import DataSource
-from rapidformer.data.mixture import Sets
+from rapidformer.data.mixture import Sets, StreamSets
 from rapidformer.data.random_numbers import random_numbers_from, sample_seeds
-from rapidformer.data.streams.mixed import StreamSets
 from rapidformer.errors import RapidformerError
 
 Collate = Callable[[list[Any]], Any]

@@ -21,10 +21,9 @@ from torch.utils.data import IterableDataset
 from rapidformer.data.batch import BatchInfo, copy_batch, describe_batch
 from rapidformer.data.data_source import Rows, open_source
 from rapidformer.data.fetching import Collate, Dealt, Fetcher, Parcel
-from rapidformer.data.mixture import Sets
+from rapidformer.data.mixture import Sets, StreamSets
 from rapidformer.data.random_numbers import random_numbers_from
 from rapidformer.data.rounds import EpochOrder, MixedOrder, Rounds
-from rapidformer.data.streams.mixed import StreamSets
 from rapidformer.data.streams.stream import Reading, StreamRows, build_worker_loader
 from rapidformer.data.update import MicroBatch, Update, read_ahead
 from rapidformer.dist.heartbeat import beat

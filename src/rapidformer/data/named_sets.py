@@ -75,7 +75,9 @@ def read_sets(args: Settings) -> list[NamedSet]:
     else:
         sets = [_read_item(text, problems) for text in location]
     weights = args.data_weights
-    is_plain = all(_is_plain_file(item) for item in sets) or len(location) == 1
+    paths = [item.path for item in sets]
+    is_file = (not Path(p).expanduser().is_dir() and not is_hub_name(p) for p in paths)
+    is_plain = len(location) == 1 or all(is_file)
     is_single = is_plain and not any(item.cap or item.split for item in sets)
     if file is None and weights is None and is_single and not problems:
         return []
@@ -256,11 +258,6 @@ def _check_settings(args: Settings, sets: Sequence[NamedSet]) -> Iterator[str]:
             yield "--group-by-length orders all rows by itself: leave it out, or the weights."
         if args.updates_per_generation > 1:
             yield "--updates-per-generation above 1 repeats batches: leave it out, or the weights."
-
-
-def _is_plain_file(item: NamedSet) -> bool:
-    path = Path(item.path).expanduser()
-    return not path.is_dir() and not is_hub_name(item.path)
 
 
 def _label(sets: Sequence[NamedSet]) -> list[NamedSet]:

@@ -20,11 +20,10 @@ from rapidformer.data.adopting import adopt_loader, get_rows_per_batch
 from rapidformer.data.collate import PadCollator
 from rapidformer.data.data_source import find_length
 from rapidformer.data.fetching import Collate
-from rapidformer.data.lengths import GroupedOrder, measure_lengths
 from rapidformer.data.loader import DistributedLoader
 from rapidformer.data.mixture import Sets
 from rapidformer.data.nested import map_tensors
-from rapidformer.data.rounds import MixedOrder, RepeatedOrder
+from rapidformer.data.rounds import GroupedOrder, MixedOrder, RepeatedOrder, measure_lengths
 from rapidformer.data.update import Update
 from rapidformer.dist.collectives import gather_from_all, gather_objects, gather_rows, is_alone
 from rapidformer.engine.current_batch import CurrentBatch

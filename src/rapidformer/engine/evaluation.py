@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from rapidformer.data.fetching import Collate
-from rapidformer.data.lengths import sort_in_groups
 from rapidformer.data.loader import DistributedLoader
+from rapidformer.data.rounds import sort_in_groups
 from rapidformer.data.update import MicroBatch
 from rapidformer.dist.collectives import gather_objects
 from rapidformer.dist.topology import Topology

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rapidformer.config import Settings
@@ -16,7 +16,7 @@ from rapidformer.config.task_names import ALIASES
 from rapidformer.errors import DataError
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, find_columns
-from rapidformer.tasks.rows.rows import get_column_names
+from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_first_table, get_splits
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,8 @@ Records = Sequence[Record]
 """Those of a batch, one per row, perhaps not yet read off the device."""
 Row = dict[str, Any] | str
 """A row to predict on; a plain string is the text of a row."""
+Tables = Mapping[str, Any]
+"""The rows of splits, by their names."""
 Answers = list[dict[str, Any]]
 IGNORED_LABEL = -100
 
@@ -91,6 +93,8 @@ class Task(ABC):
     """Keys in ``predictions`` that are the model's answers, not the user's columns."""
     answer_role: str | None = None
     """The role whose column only training and evaluation need."""
+    needs_rows: str = ""
+    """What a row to predict on has, if a plain string is not enough."""
     learns_classes = False
     """Whether the labels are classes, whose ids must mean the same in all sets of a mixture."""
     tally_reads_rows = False
@@ -105,44 +109,70 @@ class Task(ABC):
     """Whether its training rows may be a stream (``--streaming``)."""
     reads_as: tuple[str, ...] = ()
     """Other tasks whose settings this one reads, too."""
-    row_extras: tuple[str, ...] = ()
-    """Extras of data prepared for prediction that have one entry per row."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
         return ALIASES.get(self.name, ())
 
-    @abstractmethod
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        """Load the processor and the data, find columns, check labels, tokenize."""
-
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        """Raise an error if the first rows of the data lack a column; checks nothing else."""
-        roles = [role for role in self.columns if role.required]
-        if not has_answers:
-            roles = [role for role in roles if role.name != self.answer_role]
-        find_columns(roles, get_column_names(rows), args)
-
     def find_problems(self, args: Settings) -> Iterator[str]:
         """What training and evaluation need beside the data, and the settings do not give."""
         yield from ()
 
-    @abstractmethod
+    def prepare(self, args: Settings, splits: Tables | None = None) -> PreparedData:
+        """The data that was given or that the settings name, ready for the model."""
+        parts = self.load_parts(args)
+        return self.prepare_tables(parts, self.load_tables(parts, splits))
+
+    def prepare_tables(self, parts: Any, tables: Tables) -> PreparedData:
+        """The rows of these splits; those of the first one say which columns all have."""
+        columns = self.choose_columns(get_first_table(tables), parts.args, has_answers=True)
+        return self.encode_tables(parts, tables, columns)
+
     def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
         """Rows without labels, as the ``test`` split; label names come from the saved model."""
+        parts = self.load_parts(args)
+        table = self.read_input(rows, parts)
+        columns = self.choose_columns(table, args, has_answers=False)
+        return self.encode_input(parts, table, columns)
+
+    @abstractmethod
+    def load_parts(self, args: Settings) -> Any:
+        """What the model brings, with the settings as ``args``."""
+
+    def load_tables(self, parts: Any, splits: Tables | None) -> dict[str, Any]:
+        """The given or loaded splits."""
+        return get_splits(parts.args, splits)
+
+    def read_input(self, rows: Sequence[Row], parts: Any) -> list[Record]:
+        """Rows to predict on; a plain string stands for a row with one column."""
+        if self.needs_rows and any(isinstance(row, str) for row in rows):
+            raise DataError(f"{self.name} needs {self.needs_rows}: give a file with these columns.")
+        return as_rows(rows, parts.args.text_column or "text")
+
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> Any:
+        """The columns of the task, which the first rows must have."""
+        roles = [role for role in self.columns if role.required]
+        if not has_answers:
+            roles = [role for role in roles if role.name != self.answer_role]
+        if self.learns_classes:  # the label chooses first
+            roles.sort(key=lambda role: role.name != self.answer_role)
+        return find_columns(roles, get_column_names(rows), args)
+
+    def check_head(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        """Raise an error if the first rows of the data cannot be used; nothing is loaded yet."""
+        self.choose_columns(rows, args, has_answers=has_answers)
+
+    @abstractmethod
+    def encode_tables(self, parts: Any, tables: Tables, columns: Any) -> PreparedData:
+        """Check the labels of the splits, and tokenize them."""
+
+    @abstractmethod
+    def encode_input(self, parts: Any, table: list[Record], columns: Any) -> PreparedData:
+        """Tokenize rows to predict on."""
 
     def count_features(self, prepared: PreparedData) -> list[int] | None:
         """Features that each row to predict on has become; None if it is one for each."""
         return None
-
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        """What ``predictions`` needs of rows ``start`` to ``stop`` of those to predict on."""
-        extras = dict(prepared.extras)
-        for name in self.row_extras:
-            extras[name] = extras[name][start:stop]
-        if "rows" in extras:
-            extras["rows"] = {"test": extras["rows"]["test"][start:stop]}
-        return replace(prepared, extras=extras)
 
     @abstractmethod
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
@@ -152,9 +182,16 @@ class Task(ABC):
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         """The running metrics of a labelled split; it gets the split's records in order."""
 
+    def predictions(
+        self, records: Sequence[Record], prepared: PreparedData, split: str, first: int = 0
+    ) -> Answers:
+        """One dictionary, writable as JSON, per example of the user's, from row ``first`` on."""
+        numbered = enumerate(records, start=first)
+        return [self.answer_row(record, prepared, split, number) for number, record in numbered]
+
     @abstractmethod
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        """One dictionary, writable as JSON, per example of the user's."""
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        """The answer to a row, by its record."""
 
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
@@ -163,8 +200,12 @@ class Task(ABC):
         from rapidformer.models.build import build_pretrained
 
         return build_pretrained(
-            self.auto_class, args, must_be_trained=must_be_trained, **prepared.model_settings
-        )
+            self.get_auto_class(prepared), args, must_be_trained=must_be_trained,
+            **prepared.model_settings,
+        )  # fmt: skip
+
+    def get_auto_class(self, prepared: PreparedData) -> str:
+        return self.auto_class
 
     def build_objective(self, args: Settings) -> Objective:
         """What is learnt: the mean of ``forward`` over the labels, unless overridden."""

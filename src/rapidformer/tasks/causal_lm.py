@@ -14,7 +14,7 @@ from rapidformer.config import Settings
 from rapidformer.errors import ModelError
 from rapidformer.log import get_logger, warn, warn_once
 from rapidformer.models.location import get_model_location
-from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row
+from rapidformer.tasks.base import IGNORED_LABEL, Batch, PreparedData, Record, Row, Tables
 from rapidformer.tasks.chat.columns import (
     CONTEXT,
     MESSAGES,
@@ -37,7 +37,6 @@ from rapidformer.tasks.rows.rows import (
     drop_columns,
     get_column,
     get_column_names,
-    get_first_table,
     is_row_stream,
     take_rows,
 )
@@ -46,7 +45,7 @@ from rapidformer.tasks.text.text import (
     LanguageModel,
     TextParts,
     build_text_collator,
-    describe_blocks,
+    describe_block,
     encode_blocks,
     get_context_length,
     load_text_parts,
@@ -74,54 +73,58 @@ class CausalLM(LanguageModel):
     answer_keys = frozenset({"generated"})
     metrics: tuple[str, ...] = ("perplexity", "accuracy", "loss")
     has_shifted_labels = True
-    row_extras = ("shown", "expected")
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        if find_chat_columns(rows, args, TEXT, has_answers=has_answers) is None:
-            find_column(TEXT, get_column_names(rows), args)
-
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
+    def load_parts(self, args: Settings) -> TextParts:
         parts = load_text_parts(args, allows_towers=True)
         check_is_causal(parts.config, args)
-        tables = parts.get_splits(splits)
-        columns = find_chat_columns(get_first_table(tables), args, TEXT, has_answers=True)
+        return parts
+
+    def load_tables(self, parts: TextParts, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+        tables = super().load_tables(parts, splits)
+        parts.check_is_text(tables)
+        return tables
+
+    def read_input(self, rows: Sequence[Row], parts: TextParts) -> list[Record]:
+        from rapidformer.tasks.chat.prompts import name_column
+
+        table = as_rows(rows, name_column(rows, parts.tokenizer, parts.args))
+        parts.check_is_text({"input": table})
+        return table
+
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> Any:
+        """Those of conversations, or the column of plain text."""
+        chat = find_chat_columns(rows, args, TEXT, has_answers=has_answers)
+        return chat or str(find_column(TEXT, get_column_names(rows), args))
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        args, is_text = parts.args, isinstance(columns, str)
         collate: Any = build_text_collator(parts.tokenizer, side="right")
-        is_packed = args.packing and not (columns is None and args.group_texts)
-        features, extras = (
-            _encode_texts(tables, parts)
-            if columns is None
-            else _encode_chats(tables, columns, parts)
-        )
+        is_packed = args.packing and not (is_text and args.group_texts)
+        encode = _encode_texts if is_text else _encode_chats
+        features, extras = encode(tables, columns, parts)
         for split, rows in features.items():
             if rows is not None and is_packed:
                 features[split] = _pack(rows, split, parts.length)
-            elif rows is not None and columns is not None:
+            elif rows is not None and not is_text:
                 features[split] = drop_columns(rows, ["length"])
         if not is_packed:
             collate = LabelCollator(collate)
-        packed = {"mode": "evaluate", "packed_length": parts.length if is_packed else None}
-        return parts.prepare(features, {**packed, **extras}, collate=collate)
+        extras = {"packed_length": parts.length if is_packed else None, **extras}
+        return parts.prepare(features, extras, collate=collate)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions, name_column
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions
 
-        parts = load_text_parts(args, allows_towers=True)
-        check_is_causal(parts.config, args)
-        tokenizer, limit = parts.tokenizer, parts.length
+        args, tokenizer, limit = parts.args, parts.tokenizer, parts.length
         if args.seq_length is None:
             limit = get_context_length(tokenizer, parts.config)
-        table = as_rows(rows, name_column(rows, tokenizer, args))
-        parts.check_is_text({"input": table})
-        columns = find_chat_columns(table, args, TEXT, has_answers=False)
         usual = _DEFAULT_NEW_TOKENS_IN_CHAT if args.chat else _DEFAULT_NEW_TOKENS
         length, new_tokens = divide_length(limit, args, usual)
         generation = Generation.read(args, max_new_tokens=new_tokens)
         check_stop_strings(generation, tokenizer)
-        if columns is None:
-            features, extras = encode_beginnings(table, tokenizer, length, args)
-        else:
-            features, extras = encode_questions(table, columns, tokenizer, length, args)
-        more = {"mode": "predict", "generation": generation, "prompt_length": length}
+        encode = encode_beginnings if isinstance(columns, str) else encode_questions
+        features, extras = encode(table, columns, tokenizer, length, args)
+        more = {"generation": generation, "prompt_length": length}
         return parts.prepare_input(features, {**more, **extras}, side="left")
 
     def build_model(
@@ -145,18 +148,24 @@ class CausalLM(LanguageModel):
         return model(**get_inputs(model, batch)).loss
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        if "generation" in prepared.extras:
+            return generate_records(model, batch, prepared)
+        return self.score(model, batch, prepared)
+
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        """The records of an evaluation."""
         from rapidformer.tasks.evaluation.scoring import shift_labels
         from rapidformer.tasks.text.packed_attention import get_inputs
 
-        if prepared.extras["mode"] == "predict":
-            return generate_records(model, batch, prepared)
         inputs = get_inputs(model, self.drop_labels(batch))
         return score_blocks(model(**inputs).logits, shift_labels(batch["labels"]))
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        if prepared.extras["mode"] != "predict":
-            return describe_blocks(records)
-        return describe_answers(records, prepared)
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        if "generation" in prepared.extras:
+            return describe_answers(record, prepared, number)
+        if "by_token" in record and "shown" not in record:
+            return describe_block(record)
+        return dict(record.get("shown", record))
 
 
 def check_is_causal(config: Any, args: Settings) -> None:
@@ -174,7 +183,7 @@ def check_is_causal(config: Any, args: Settings) -> None:
 
 
 def _encode_texts(
-    tables: Mapping[str, Any], parts: TextParts
+    tables: Mapping[str, Any], column: str, parts: TextParts
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     args = parts.args
     if args.chat_template is not None or args.train_on_prompts:
@@ -187,7 +196,6 @@ def _encode_texts(
             "--packing has no effect on plain text, whose rows are already full; with "
             "--no-group-texts, each text is a separate example."
         )
-    column = str(find_column(TEXT, get_column_names(get_first_table(tables)), args))
     features = {
         split: encode_blocks(rows, split, column, parts, add_special=False)
         for split, rows in tables.items()

@@ -18,7 +18,6 @@ from rapidformer.log import get_logger
 from rapidformer.models.location import check_folder, find_model_folder, get_model_location
 from rapidformer.tasks.base import Batch, FrozenModel, PreparedData, Record
 from rapidformer.tasks.causal_lm import CausalLM
-from rapidformer.tasks.metrics.tally import DistillationTally, Tally
 
 if TYPE_CHECKING:
     from torch import nn
@@ -87,7 +86,9 @@ class Distillation(CausalLM):
     def build_frozen_models(self, args: Settings, prepared: PreparedData) -> dict[str, FrozenModel]:
         import torch
 
-        layout = _choose_layout(args)
+        layout: dict[str, Any] = _SHARDED if args.shard_teacher else {}
+        if args.pipeline_model_parallel_size > 1:
+            layout = _WHOLE  # only the last stage asks it, while the others are busy
         theirs = _get_teacher_settings(args).replace("the teacher", **layout)
         if theirs.from_scratch:  # of a verification, whose runs may have drawn different numbers
             torch.manual_seed(theirs.seed + 1)
@@ -100,13 +101,37 @@ class Distillation(CausalLM):
         )  # fmt: skip
         return {"teacher": FrozenModel(teacher, args.teacher_precision, layout)}
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        if prepared.extras["mode"] == "predict":
-            return super().evaluate_step(model, batch, prepared)
-        return _score(model, batch, prepared)
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        """The records of plain language models, with the divergence and the loss of both."""
+        import torch
 
-    def build_tally(self, prepared: PreparedData, split: str) -> Tally:
-        return DistillationTally()
+        from rapidformer.objectives.reference import ask
+        from rapidformer.tasks.evaluation.scoring import shift_labels
+        from rapidformer.tasks.text.text import score_blocks
+
+        objective, context = prepared.extras["objective"], prepared.extras["context"]
+        inputs, labels = self.drop_labels(batch), batch["labels"]
+
+        def get_logits(model: Any) -> torch.Tensor:
+            return model(**objective.get_inputs(model, inputs)).logits
+
+        student, teacher = get_logits(model), ask(context, "teacher", get_logits)
+        records = score_blocks(student, shift_labels(labels))
+        # One row at a time: the whole batch in fp32 would double the largest tensors.
+        rows = zip(student, teacher, labels, strict=True)
+        sums = [objective.sum(*(part[None] for part in row)).divergence for row in rows]
+        weight = objective.alpha * objective.temperature**2
+        return [
+            {
+                "loss": weight * divergence + (1 - objective.alpha) * record["loss"],
+                "count": (count := record["count"]),
+                "by_token": {
+                    "divergence_loss": (divergence, count), "label_loss": (record["loss"], count),
+                    **record["by_token"],
+                },
+            }
+            for record, divergence in zip(records, torch.stack(sums).tolist(), strict=True)
+        ]  # fmt: skip
 
 
 def _build_objective(args: DistillationArguments) -> Objective:
@@ -118,35 +143,6 @@ def _build_objective(args: DistillationArguments) -> Objective:
         temperature=args.distillation_temperature, alpha=args.distillation_alpha,
         get_inputs=get_inputs,  # type: ignore[arg-type]
     )  # fmt: skip
-
-
-def _score(model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-    """The records of plain language models, with the divergence and the loss of both."""
-    import torch
-
-    from rapidformer.objectives.reference import ask
-    from rapidformer.tasks.evaluation.scoring import shift_labels
-    from rapidformer.tasks.text.text import score_blocks
-
-    objective, context = prepared.extras["objective"], prepared.extras["context"]
-    inputs, labels = CausalLM.drop_labels(batch), batch["labels"]
-
-    def get_logits(model: Any) -> torch.Tensor:
-        return model(**objective.get_inputs(model, inputs)).logits
-
-    student, teacher = get_logits(model), ask(context, "teacher", get_logits)
-    records = score_blocks(student, shift_labels(labels))
-    # One row at a time: the whole batch in fp32 would double the largest tensors.
-    rows = zip(student, teacher, labels, strict=True)
-    sums = [objective.sum(*(part[None] for part in row)).divergence for row in rows]
-    weight = objective.alpha * objective.temperature**2
-    return [
-        {
-            **record, "label_loss": record["loss"], "divergence_loss": divergence,
-            "loss": weight * divergence + (1 - objective.alpha) * record["loss"],
-        }
-        for record, divergence in zip(records, torch.stack(sums).tolist(), strict=True)
-    ]  # fmt: skip
 
 
 # ---- the teacher ---------------------------------------------------------------------------------
@@ -163,13 +159,6 @@ def _get_teacher_settings(args: Settings) -> Settings:
         for name in _SIZES:  # the student was made small, and so is the teacher
             changed.pop(name)
     return args.replace("the teacher", **changed)
-
-
-def _choose_layout(args: Settings) -> dict[str, Any]:
-    """How the teacher's layout differs from the student's."""
-    if args.pipeline_model_parallel_size > 1:
-        return _WHOLE  # only the last stage asks it, while the others are busy
-    return _SHARDED if args.shard_teacher else {}
 
 
 def _check_vocabulary(args: Settings) -> None:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rapidformer.config import Settings
 from rapidformer.data.files import without_decoding
-from rapidformer.tasks.base import PreparedData, Row
+from rapidformer.tasks.base import PreparedData, Record, Row
 from rapidformer.tasks.labels.labels import LabelSpace, get_model_classes, read_labels
-from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.rows.images import open_image
-from rapidformer.tasks.rows.named_files import name_file
-from rapidformer.tasks.rows.rows import (
-    as_rows,
-    get_column_names,
-    get_first_table,
-    get_splits,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.rows.named_files import name_file, open_image
+from rapidformer.tasks.rows.rows import as_rows, is_row_stream
 from rapidformer.tasks.sequence_classification import FileClassifier, describe_outputs
 
 IMAGE = ColumnRole(
@@ -39,36 +32,43 @@ class ImageClassification(FileClassifier):
     auto_class = "AutoModelForImageClassification"
     answer_role = LABEL.name
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        config, parts = _load_parts(args)
-        tables = get_splits(args, splits)
-        columns = find_columns((LABEL, IMAGE), get_column_names(get_first_table(tables)), args)
-        image, classes = columns["image"], get_model_classes(config)
-        space, labelled = read_labels(tables, columns["label"], args, classes)
+    def load_parts(self, args: Settings) -> _Parts:
+        from rapidformer.models.build import load_image_processor
+        from rapidformer.models.configuration import load_config
+
+        return _Parts(args, load_config(args), load_image_processor(args))
+
+    def read_input(self, rows: Sequence[Row], parts: _Parts) -> list[Record]:
+        return as_rows(rows, parts.args.image_column or "image")
+
+    def encode_tables(self, parts: _Parts, tables: Mapping[str, Any], columns: Any) -> PreparedData:
+        classes = get_model_classes(parts.config)
+        space, labelled = read_labels(tables, columns["label"], parts.args, classes)
         images: dict[str, Any] = {
-            split: _encode(rows, image, parts["processor"], split, labelled[split] and space)
+            split: _encode(
+                rows, columns["image"], parts.processor, split, labelled[split] and space
+            )
             for split, rows in tables.items()
         }
         extras = {"names": space.names, "problem_type": space.problem_type, "labelled": labelled}
         settings = space.get_model_settings()
-        return PreparedData(**images, **parts, model_settings=settings, extras=extras)
+        return parts.prepare(**images, model_settings=settings, extras=extras)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        config, parts = _load_parts(args)
-        table = as_rows(rows, args.image_column or "image")
-        image = str(find_column(IMAGE, get_column_names(table), args))
-        extras = {**describe_outputs(config), "labelled": {"test": False}}
-        images = _ImageRows(table, image, parts["processor"], "input", None)
-        return PreparedData(test=images, **parts, extras=extras)
+    def encode_input(self, parts: _Parts, table: list[Record], columns: Any) -> PreparedData:
+        extras = {**describe_outputs(parts.config), "labelled": {"test": False}}
+        images = _ImageRows(table, columns["image"], parts.processor, "input", None)
+        return parts.prepare(test=images, extras=extras)
 
 
-def _load_parts(args: Settings) -> tuple[Any, dict[str, Any]]:
-    """The model's configuration, and what every split needs."""
-    from rapidformer.data.collate import PadCollator
-    from rapidformer.models.build import load_image_processor
-    from rapidformer.models.configuration import load_config
+class _Parts(NamedTuple):
+    args: Settings
+    config: Any
+    processor: Any
 
-    return load_config(args), {"collate": PadCollator(), "processor": load_image_processor(args)}
+    def prepare(self, **prepared: Any) -> PreparedData:
+        from rapidformer.data.collate import PadCollator
+
+        return PreparedData(collate=PadCollator(), processor=self.processor, **prepared)
 
 
 def _encode(

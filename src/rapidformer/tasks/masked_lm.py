@@ -6,26 +6,16 @@ evaluation asks for the same words. A row that already has labels is not masked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.rows.rows import (
-    as_rows,
-    get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
-)
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
+from rapidformer.tasks.rows.rows import get_column
 from rapidformer.tasks.text.text import (
-    TEXT,
     LanguageModel,
     TextParts,
-    describe_blocks,
+    describe_block,
     encode_blocks,
     load_text_parts,
     score_blocks,
@@ -49,28 +39,31 @@ class MaskedLM(LanguageModel):
     auto_class = "AutoModelForMaskedLM"
     answer_keys = frozenset({"filled", "masks"})
     metrics = ("perplexity", "accuracy", "loss")
-    row_extras = ("texts",)
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        from rapidformer.tasks.text.masking import MaskingCollator
-
-        parts = load_text_parts(args)
-        _check_mask(parts.tokenizer, args)
-        tables = get_splits(args, splits)
-        column = str(find_column(TEXT, get_column_names(get_first_table(tables)), args))
-        features = {}
-        for split, rows in tables.items():
-            blocks = encode_blocks(rows, split, column, parts, add_special=True)
-            features[split] = blocks if split == "train" else _mask_once(blocks, parts)
-        collate = MaskingCollator(parts.tokenizer, args.mask_prob)
-        return parts.prepare(features, {"mode": "evaluate"}, collate=collate)
-
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+    def load_parts(self, args: Settings) -> TextParts:
         parts = load_text_parts(args)
         tokenizer = parts.tokenizer
-        _check_mask(tokenizer, args)
-        table = as_rows(rows, args.text_column or "text")
-        column = str(find_column(TEXT, get_column_names(table), args))
+        if tokenizer.mask_token_id is None:
+            raise ModelError(
+                f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask "
+                "token, which masked_lm needs: choose a BERT-type model, or --task causal_lm."
+            )
+        if not 0 < args.mask_prob < 1:
+            raise ConfigurationError(f"--mask-prob {args.mask_prob} must be between 0 and 1.")
+        return parts
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        from rapidformer.tasks.text.masking import MaskingCollator
+
+        features = {}
+        for split, rows in tables.items():
+            blocks = encode_blocks(rows, split, columns["text"], parts, add_special=True)
+            features[split] = blocks if split == "train" else _mask_once(blocks, parts)
+        collate = MaskingCollator(parts.tokenizer, parts.args.mask_prob)
+        return parts.prepare(features, {}, collate=collate)
+
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        tokenizer, column = parts.tokenizer, columns["text"]
         for number, text in enumerate(get_column(table, column), start=1):
             if tokenizer.mask_token not in str(text):
                 raise DataError(
@@ -81,29 +74,18 @@ class MaskedLM(LanguageModel):
         def encode(columns: dict[str, list[Any]], _: list[int]) -> dict[str, list[Any]]:
             return dict(tokenizer(columns[column], truncation=True, max_length=parts.length))
 
-        extras = {"mode": "predict", "texts": get_column(table, column)}
+        extras = {"texts": get_column(table, column)}
         return parts.prepare_input(parts.map_rows(table, encode), extras)
 
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        if prepared.extras["mode"] == "predict":
+        if "texts" in prepared.extras:
             return _fill(model, batch, prepared.processor.mask_token_id)
         return score_blocks(model(**self.drop_labels(batch)).logits, batch["labels"])
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        if prepared.extras["mode"] != "predict":
-            return describe_blocks(records)
-        pairs = zip(prepared.extras["texts"], records, strict=True)
-        return [_describe_fillings(text, record, prepared.processor) for text, record in pairs]
-
-
-def _check_mask(tokenizer: Any, args: DataArguments) -> None:
-    if tokenizer.mask_token_id is None:
-        raise ModelError(
-            f"The tokenizer of {tokenizer.name_or_path or args.tokenizer_type} has no mask token, "
-            "which masked_lm needs: choose a BERT-type model, or --task causal_lm."
-        )
-    if not 0 < args.mask_prob < 1:
-        raise ConfigurationError(f"--mask-prob {args.mask_prob} must be between 0 and 1.")
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        if "texts" not in prepared.extras:
+            return describe_block(record)
+        return _describe_fillings(prepared.extras["texts"][number], record, prepared.processor)
 
 
 def _mask_once(blocks: Any, parts: TextParts) -> Any:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Answers, PreparedData, Record, Row, check_row_texts
+from rapidformer.tasks.base import PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.labels.checks import is_unlabelled
 from rapidformer.tasks.labels.labels import SINGLE
 from rapidformer.tasks.metrics.tally import ChoiceTally, Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.rows.rows import (
-    as_full_rows,
-    get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
-    to_rows,
-)
+from rapidformer.tasks.rows.rows import get_column, get_column_names, to_rows
 from rapidformer.tasks.sequence_classification import Classifier, describe_record
-from rapidformer.tasks.text.text import TextParts, load_text_parts
+from rapidformer.tasks.text.text import TextParts, TextTask
 
 _LISTS = ("choices", "endings", "options", "candidates", "answers")
 CONTEXT = ColumnRole("context", "context_column", "the text before the choices", (
@@ -56,7 +49,7 @@ class _Columns:
     label: str | None
 
 
-class MultipleChoice(Classifier):
+class MultipleChoice(TextTask, Classifier):
     name = "multiple_choice"
     description = "choose the right one of several endings or answers"
     columns = (CONTEXT, QUESTION, CHOICES, LABEL)
@@ -65,13 +58,17 @@ class MultipleChoice(Classifier):
     answer_keys = frozenset({"choice", "text", "score", "scores"})
     metrics = ("accuracy", "loss")
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        _find_columns(rows, args, with_label=has_answers)
+    needs_rows = "a context and choices"
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_text_parts(args)
-        tables = get_splits(args, splits)
-        columns = _find_columns(get_first_table(tables), args, with_label=True)
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> _Columns:
+        available = get_column_names(rows)
+        choices = _find_choices(available, args)
+        label = str(find_column(LABEL, available, args, taken=choices)) if has_answers else None
+        context = str(find_column(CONTEXT, available, args, taken=(*choices, label)))
+        question = find_column(QUESTION, available, args, taken=(*choices, label, context))
+        return _Columns(context=context, question=question, choices=choices, label=label)
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: _Columns) -> PreparedData:
         labels: dict[str, list[int] | None] = {}
         features = {}
         count = None
@@ -88,10 +85,9 @@ class MultipleChoice(Classifier):
         extras = {"rows": tables, "columns": columns, "problem_type": SINGLE}
         return parts.prepare(features, {**extras, "labelled": labelled})
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = load_text_parts(args)
-        table = as_full_rows(rows, "multiple_choice needs a context and choices")
-        columns = _find_columns(table, args, with_label=False)
+    def encode_input(
+        self, parts: TextParts, table: list[Record], columns: _Columns
+    ) -> PreparedData:
         count = _check_counts(_read_choices(table, "input", columns), "input", None)
         features = _encode(table, "input", columns, count, parts, has_labels=False)
         extras = {"rows": {"test": table}, "columns": columns, "problem_type": SINGLE}
@@ -100,26 +96,14 @@ class MultipleChoice(Classifier):
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return ChoiceTally()
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows, columns = prepared.extras["rows"][split], prepared.extras["columns"]
-        contexts, choices = get_column(rows, columns.context), _read_choices(rows, split, columns)
-        result = []
-        for context, texts, record in zip(contexts, choices, records, strict=True):
-            shown = describe_record(record, SINGLE, [str(number) for number in range(len(texts))])
-            choice = int(shown["label"])
-            row = {columns.context: context, "choice": choice, "text": texts[choice]}
-            row |= {"score": shown["score"], "scores": list(shown["scores"].values())}
-            result.append(row | ({"expected": record["label"]} if "label" in record else {}))
-        return result
-
-
-def _find_columns(rows: Any, args: DataArguments, with_label: bool) -> _Columns:
-    available = get_column_names(rows)
-    choices = _find_choices(available, args)
-    label = str(find_column(LABEL, available, args, taken=choices)) if with_label else None
-    context = str(find_column(CONTEXT, available, args, taken=(*choices, label)))
-    question = find_column(QUESTION, available, args, taken=(*choices, label, context))
-    return _Columns(context=context, question=question, choices=choices, label=label)
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        row, columns = prepared.extras["rows"][split][number], prepared.extras["columns"]
+        (texts,) = _read_choices([row], split, columns)
+        shown = describe_record(record, SINGLE, [str(place) for place in range(len(texts))])
+        choice = int(shown["label"])
+        answer = {columns.context: row[columns.context], "choice": choice, "text": texts[choice]}
+        answer |= {"score": shown["score"], "scores": list(shown["scores"].values())}
+        return answer | ({"expected": record["label"]} if "label" in record else {})
 
 
 def _find_choices(available: Sequence[str], args: DataArguments) -> tuple[str, ...]:

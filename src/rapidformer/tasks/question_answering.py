@@ -8,32 +8,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
-from rapidformer.tasks.evaluation.answers import (
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, Task
+from rapidformer.tasks.metrics.tally import Tally
+from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.rows.rows import has_columns
+from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
+from rapidformer.tasks.text.windows import (
     AnswerTally,
     choose_answer,
     compute_window_losses,
+    encode_windows,
     find_best_spans,
     join_windows,
+    lacks_an_answer,
+    read_texts,
 )
-from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import ColumnRole, find_columns
-from rapidformer.tasks.rows.rows import (
-    as_full_rows,
-    get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
-    has_columns,
-)
-from rapidformer.tasks.text.text import TextParts, check_is_fast, load_text_parts
-from rapidformer.tasks.text.windows import encode_windows, lacks_an_answer, read_texts
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +70,23 @@ class QuestionAnswering(Task):
     tally_reads_rows = True
     greater_is_better = True
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = _load_parts(args)
-        tables = get_splits(args, splits)
-        available = get_column_names(get_first_table(tables))
-        names = list(find_columns(self.columns, available, args).values())
+    needs_rows = "a question and a context"
+
+    def load_parts(self, args: Settings) -> TextParts:
+        parts = load_text_parts(args)
+        tokenizer, length = parts.tokenizer, parts.length
+        check_is_fast(tokenizer, "question_answering")
+        room = length - tokenizer.num_special_tokens_to_add(pair=True)
+        if args.doc_stride is not None and args.doc_stride >= room:
+            raise ConfigurationError(
+                f"--doc-stride {args.doc_stride} leaves no room in windows of {length} tokens "
+                f"({room} without special tokens): use at most {room // 2}, or a larger "
+                "--seq-length."
+            )
+        return parts
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        names = [columns[role.name] for role in self.columns]
         labelled = {split: has_columns(rows, split, [names[2]]) for split, rows in tables.items()}
         features, windows = {}, {}
         for split, rows in tables.items():
@@ -87,18 +94,16 @@ class QuestionAnswering(Task):
             features[split], windows[split] = encode_windows(rows, split, used, parts)
         with_answers = {split: rows for split, rows in tables.items() if labelled[split]}
         can_abstain = _can_abstain(parts.config, with_answers, names[2])
-        extras = _get_extras(tables, names, windows, can_abstain, args)
+        extras = _get_extras(tables, names, windows, can_abstain, parts.args)
         extras |= {"labelled": labelled, "answers": names[2]}
         settings = {"rapidformer_can_abstain": can_abstain}
         return parts.prepare(features, extras, settings, side=_PADDING_SIDE)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = _load_parts(args)
-        table = as_full_rows(rows, "question_answering needs a question and a context")
-        names = list(find_columns((QUESTION, CONTEXT), get_column_names(table), args).values())
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        names = [columns["question"], columns["context"]]
         features, windows = encode_windows(table, "test", names, parts)
         can_abstain = _can_abstain(parts.config, {}, "")
-        extras = _get_extras({"test": table}, names, {"test": windows}, can_abstain, args)
+        extras = _get_extras({"test": table}, names, {"test": windows}, can_abstain, parts.args)
         return parts.prepare_input(features, extras, side=_PADDING_SIDE)
 
     def count_features(self, prepared: PreparedData) -> list[int]:
@@ -106,15 +111,6 @@ class QuestionAnswering(Task):
         for window in prepared.extras["windows"]["test"]:
             counts[window["example"]] += 1
         return counts
-
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        taken = super().take_rows(prepared, start, stop)
-        windows = prepared.extras["windows"]["test"]
-        first, last = (
-            bisect_left(windows, row, key=lambda window: window["example"]) for row in (start, stop)
-        )
-        kept = [{**window, "example": window["example"] - start} for window in windows[first:last]]
-        return replace(taken, extras={**taken.extras, "windows": {"test": kept}})
 
     def forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """The mean loss over the windows, the same however they are divided into micro-batches."""
@@ -134,38 +130,30 @@ class QuestionAnswering(Task):
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         return AnswerTally(prepared, split)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        extras = prepared.extras
-        rows = extras["rows"][split]
-        contexts = get_column(rows, extras["columns"][1])
-        candidates = join_windows(records, extras["windows"][split], len(contexts), extras)
-        identities = get_column(rows, "id") if "id" in get_column_names(rows) else None
-        is_labelled = prepared.is_labelled(split)
-        answers = get_column(rows, extras["answers"]) if is_labelled else []
-        result = []
-        for index, question in enumerate(get_column(rows, extras["columns"][0])):
-            row: dict[str, Any] = {} if identities is None else {"id": identities[index]}
-            row["question"] = question
-            row |= choose_answer(candidates[index], contexts[index], extras["can_abstain"])
-            if is_labelled:
-                row["expected"] = read_texts(
-                    answers[index], f"{split}, row {index + 1}", extras["answers"]
-                )
-            result.append(row)
-        return result
+    def predictions(
+        self, records: Sequence[Record], prepared: PreparedData, split: str, first: int = 0
+    ) -> Answers:
+        windows = prepared.extras["windows"][split]
+        start = bisect_left(windows, first, key=lambda window: window["example"])
+        pairs = ((record, windows[place]) for place, record in enumerate(records, start))
+        groups = groupby(pairs, key=lambda pair: pair[1]["example"])
+        return [
+            self.answer_row({"windows": list(group)}, prepared, split, number)
+            for number, group in groups
+        ]
 
-
-def _load_parts(args: Settings) -> TextParts:
-    parts = load_text_parts(args)
-    tokenizer, length = parts.tokenizer, parts.length
-    check_is_fast(tokenizer, "question_answering")
-    room = length - tokenizer.num_special_tokens_to_add(pair=True)
-    if args.doc_stride is not None and args.doc_stride >= room:
-        raise ConfigurationError(
-            f"--doc-stride {args.doc_stride} leaves no room in windows of {length} tokens "
-            f"({room} without special tokens): use at most {room // 2}, or a larger --seq-length."
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        """The answer to a question, by its windows and their records."""
+        extras, row = prepared.extras, prepared.extras["rows"][split][number]
+        question, context = (row[name] for name in extras["columns"])
+        answer = {**({"id": row["id"]} if "id" in row else {}), "question": question}
+        answer |= choose_answer(
+            join_windows(record["windows"], extras), context, extras["can_abstain"]
         )
-    return parts
+        if prepared.is_labelled(split):
+            place, column = f"{split}, row {number + 1}", extras["answers"]
+            answer["expected"] = read_texts(row[column], place, column)
+        return answer
 
 
 def _can_abstain(config: Any, tables: Mapping[str, Any], column: str) -> bool:

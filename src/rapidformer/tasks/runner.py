@@ -14,8 +14,7 @@ from rapidformer.log import warn, warn_once
 from rapidformer.objectives import BoundObjective, Objective
 from rapidformer.objectives.objective import AskedModel
 from rapidformer.tasks.base import PreparedData, Task
-from rapidformer.tasks.evaluation.evaluating import measure
-from rapidformer.tasks.evaluation.frozen import add_context, compose_frozen_models
+from rapidformer.tasks.evaluation.evaluating import add_context, compose_frozen_models, measure
 from rapidformer.tasks.evaluation.samples import SampleAnswers, describe_tables, generate_samples
 from rapidformer.tasks.mixture import prepare_data
 from rapidformer.tasks.registry import describe_unused_flags, get_task
@@ -26,6 +25,8 @@ from rapidformer.training.finetuner import Finetuner
 class TaskFinetuner(Finetuner):
     """A Finetuner whose hooks come from a task."""
 
+    prepared: PreparedData
+
     def __init__(
         self, engine: RapidformerEngine, task: Task, splits: Mapping[str, Any] | None = None
     ) -> None:
@@ -34,7 +35,6 @@ class TaskFinetuner(Finetuner):
         self.has_shifted_labels = task.has_shifted_labels
         self.smooths_labels = task.smooths_labels
         self.uses_dropout = task.uses_dropout
-        self.prepared: PreparedData | None = None
 
     def train_valid_test_datasets_provider(self) -> tuple[Any, Any, Any, Any]:
         prepared = self.prepare_data()
@@ -61,20 +61,16 @@ class TaskFinetuner(Finetuner):
         return prepare_data(self.task, self.args, self.splits)
 
     def model_optimizer_lr_scheduler_provider(self) -> tuple[Any, Any, Any]:
-        assert self.prepared is not None
         return self.task.build_model(self.args, self.prepared), None, None
 
     def build_objective(self) -> Objective:
-        assert self.prepared is not None
         return self.prepared.objective or self.task.build_objective(self.args)
 
     def provide_frozen_models(self) -> Mapping[str, nn.Module | AskedModel]:
-        assert self.prepared is not None
         return compose_frozen_models(self.engine, self.task, self.prepared)
 
     def make_forward(self, model: Any) -> BoundObjective:
         forward = super().make_forward(model)
-        assert self.prepared is not None
         self.prepared = add_context(self.prepared, forward.context)
         return forward
 
@@ -83,14 +79,12 @@ class TaskFinetuner(Finetuner):
 
     def make_test(self, model: Any, dataset: Any, collate: Any) -> Callable[[], Metrics] | None:
         """On test data with labels alone: some published test sets have none."""
-        assert self.prepared is not None
         loader = self.build_eval_loader(dataset, collate)
         if loader is None or not self.prepared.is_labelled("test"):
             return None
         return lambda: self._measure(model, loader, "test")
 
     def _measure(self, model: Any, loader: DistributedLoader, split: str) -> Metrics:
-        assert self.prepared is not None
         first = SampleAnswers(self.task, self.prepared, split)
         tally = measure(self.engine, self.task, model, loader, self.prepared, split, samples=first)
         samples: list[dict[str, Any]] = []
@@ -102,7 +96,7 @@ class TaskFinetuner(Finetuner):
         return tally.compute()
 
     def get_prepared(self) -> PreparedData | None:
-        return self.prepared
+        return getattr(self, "prepared", None)
 
 
 def train_task(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.evaluation.generating import (
     Generation,
     check_stop_strings,
@@ -19,16 +19,13 @@ from rapidformer.tasks.metrics.generation import TextTally
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, find_column, find_columns
 from rapidformer.tasks.rows.rows import (
-    as_rows,
     get_column,
     get_column_names,
     get_first_table,
-    get_splits,
     has_columns,
     take_rows,
-    to_rows,
 )
-from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH, TextParts, load_text_parts
+from rapidformer.tasks.text.text import DEFAULT_TARGET_LENGTH, TextParts, TextTask
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,7 +55,7 @@ _LANGUAGE_COLUMNS: tuple[tuple[str, ...], ...] = (
 Path = tuple[str, ...]
 
 
-class Seq2SeqLM(Task):
+class Seq2SeqLM(TextTask):
     name = "seq2seq_lm"
     description = "generate a text from a text: summaries, translations (T5, BART)"
     columns = (SOURCE, TARGET)
@@ -68,14 +65,13 @@ class Seq2SeqLM(Task):
     answer_keys = frozenset({"generated"})
     metrics = ("perplexity", "bleu", "rouge1", "rouge2", "rougeL", "generated_words", "loss")
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        find = _find_pair if has_answers else _find_source
-        find(rows, args)
+    def choose_columns(
+        self, rows: Any, args: Settings, *, has_answers: bool
+    ) -> tuple[Path, Path | None]:
+        return _find_pair(rows, args) if has_answers else (_find_source(rows, args), None)
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_text_parts(args)
-        tables = get_splits(args, splits)
-        source, target = _find_pair(get_first_table(tables), args)
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        (source, target), args = columns, parts.args
         labelled = {split: _has_targets(rows, split, target) for split, rows in tables.items()}
         features = {
             split: _encode(rows, split, source, target if labelled[split] else None, parts)
@@ -90,10 +86,8 @@ class Seq2SeqLM(Task):
         }  # fmt: skip
         return parts.prepare(features, extras)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = load_text_parts(args)
-        table = as_rows(rows, args.text_column or "text")
-        source = _find_source(table, args)
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        (source, _), args = columns, parts.args
         generation = Generation.read(args, max_new_tokens=_get_new_tokens(args))
         check_stop_strings(generation, parts.tokenizer)
         extras = {"rows": {"test": table}, "source": source, "generation": generation}
@@ -116,17 +110,16 @@ class Seq2SeqLM(Task):
             wanted = check_row_texts(_read_column(part, target), target[-1], split, first)
             return wanted, _name_pairs(part, languages)
 
-        return TextTally(lambda record: _decode([record], prepared)[0][0], read)
+        return TextTally(lambda record: _decode(record, prepared)[0], read)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows, decoded = prepared.extras["rows"][split], _decode(records, prepared)
-        columns = {
-            "source": _read_column(rows, prepared.extras["source"]),
-            "generated": [texts if texts[1:] else texts[0] for texts in decoded],
-        }
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        extras, texts = prepared.extras, _decode(record, prepared)
+        rows = [extras["rows"][split][number]]
+        (source,) = _read_column(rows, extras["source"])
+        answer = {"source": source, "generated": texts if texts[1:] else texts[0]}
         if prepared.is_labelled(split):
-            columns["expected"] = _read_column(rows, prepared.extras["target"])
-        return to_rows(columns)
+            (answer["expected"],) = _read_column(rows, extras["target"])
+        return answer
 
 
 def _find_pair(rows: Any, args: DataArguments) -> tuple[Path, Path]:
@@ -221,7 +214,7 @@ def _encode(rows: Any, split: str, source: Path, target: Path | None, parts: Tex
     )
 
 
-def _decode(records: Sequence[Mapping[str, Any]], prepared: PreparedData) -> list[list[str]]:
+def _decode(record: Mapping[str, Any], prepared: PreparedData) -> list[str]:
     generation = prepared.extras["generation"]
-    decoded = (decode_answers(r["generated"], prepared.processor, generation) for r in records)
-    return [[text.strip() for text in texts] for texts in decoded]
+    texts = decode_answers(record["generated"], prepared.processor, generation)
+    return [text.strip() for text in texts]

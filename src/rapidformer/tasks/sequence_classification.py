@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.tasks.base import (
-    Answers,
     Batch,
     PreparedData,
     Record,
     Records,
-    Row,
+    Tables,
     Task,
     check_row_texts,
 )
@@ -38,15 +36,8 @@ from rapidformer.tasks.metrics.classification import (
 )
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, check_given, describe_missing, find_column
-from rapidformer.tasks.rows.rows import (
-    as_rows,
-    check_column,
-    get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
-)
-from rapidformer.tasks.text.text import TextParts, load_text_parts
+from rapidformer.tasks.rows.rows import get_column_names, has_columns
+from rapidformer.tasks.text.text import TextParts, TextTask
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,18 +106,12 @@ class FileClassifier(Classifier):
 
     metrics: tuple[str, ...] = ("accuracy", "f1", "f1_macro", "loss")
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
         rows: Any = prepared.get_split(split)
-        return [
-            {self.columns[0].name: rows.get_name(index)} | self.describe(record, prepared)
-            for index, record in enumerate(records, start=prepared.extras.get("first", 0))
-        ]
-
-    def take_rows(self, prepared: PreparedData, start: int, stop: int) -> PreparedData:
-        return replace(prepared, extras={**prepared.extras, "first": start})
+        return {self.columns[0].name: rows.get_name(number)} | self.describe(record, prepared)
 
 
-class SequenceClassification(Classifier):
+class SequenceClassification(TextTask, Classifier):
     name = "sequence_classification"
     description = "classify a text or a pair of texts, or predict a number for it"
     columns = (TEXT, TEXT_PAIR, LABEL)
@@ -136,28 +121,29 @@ class SequenceClassification(Classifier):
         "loss",
     )  # fmt: skip
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+    def choose_columns(
+        self, rows: Any, args: Settings, *, has_answers: bool
+    ) -> tuple[tuple[str, ...], str | None]:
+        """Those of the texts, and that of the label."""
         available = get_column_names(rows)
         problems: list[str] = []
-        label = None
+        label: str | None = None
+        texts: tuple[str, ...] = ()
         try:
             label = _find_label(available, args) if has_answers else None
         except DataError as error:
             problems.append(str(error))
         try:
-            _find_texts(available, args, taken=label)
+            texts = _find_texts(available, args, taken=label)
         except DataError as error:
             if not problems or args.text_column or args.text_pair_column:
                 problems.append(str(error))
         if problems:
             raise DataError(" ".join(problems))
+        return texts, label
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_text_parts(args)
-        tables = get_splits(args, splits)
-        available = get_column_names(get_first_table(tables))
-        label = _find_label(available, args)
-        texts = _find_texts(available, args, taken=label)
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        (texts, label), args = columns, parts.args
         space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
         features = {
             split: _encode(rows, split, texts, parts, space if labelled[split] else None)
@@ -170,10 +156,8 @@ class SequenceClassification(Classifier):
         }  # fmt: skip
         return parts.prepare(features, extras, {**space.get_model_settings(), _TEXTS: list(texts)})
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = load_text_parts(args)
-        table = as_rows(rows, args.text_column or "text")
-        texts = _find_texts(get_column_names(table), args)
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        texts, _ = columns
         trained_on = getattr(parts.config, _TEXTS, None) or ()
         if len(trained_on) > len(texts):
             # The answers to single texts would mean nothing.
@@ -191,13 +175,10 @@ class SequenceClassification(Classifier):
             return ("pearson", True) if data_name == "stsb" else ("loss", False)
         return ("matthews_correlation" if data_name == "cola" else "accuracy"), True
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows, columns = prepared.extras["rows"][split], prepared.extras["texts"]
-        texts = zip(*(get_column(rows, name) for name in columns), strict=True)
-        return [
-            dict(zip(columns, text, strict=True)) | self.describe(record, prepared)
-            for text, record in zip(texts, records, strict=True)
-        ]
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        row = prepared.extras["rows"][split][number]
+        texts = {name: row.get(name) for name in prepared.extras["texts"]}
+        return texts | self.describe(record, prepared)
 
 
 def _find_label(available: Sequence[str], args: DataArguments) -> str:
@@ -239,8 +220,7 @@ def _encode(
             result["labels"] = [space.encode(value) for value in columns[space.column]]
         return result
 
-    for name in texts:
-        check_column(rows, split, name)
+    has_columns(rows, split, texts, may_lack=())
     return parts.map_rows(rows, encode, "texts", texts, space, is_one_to_one=True)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
 from rapidformer.log import warn
-from rapidformer.tasks.base import IGNORED_LABEL, Answers, Batch, PreparedData, Record, Row, Task
+from rapidformer.tasks.base import IGNORED_LABEL, Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.labels.checks import collect_labels
 from rapidformer.tasks.labels.labels import (
     LabelSpace,
@@ -23,17 +23,18 @@ from rapidformer.tasks.labels.labels import (
     get_output_names,
     read_classes,
 )
-from rapidformer.tasks.metrics.entities import EntityTally, TagTally, find_entities, has_entity_tags
+from rapidformer.tasks.metrics.classification import (
+    EntityTally,
+    TagTally,
+    find_entities,
+    has_entity_tags,
+)
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
+from rapidformer.tasks.rows.columns import ColumnRole
 from rapidformer.tasks.rows.rows import (
-    as_rows,
-    filter_rows,
+    filter_stream,
     get_class_names,
     get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
     is_row_stream,
     select_rows,
 )
@@ -68,22 +69,26 @@ class TokenClassification(Task):
     best_metric = "f1"
     greater_is_better = True
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        super().check_columns(rows, args, has_answers=has_answers)
+    def check_head(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        columns = self.choose_columns(rows, args, has_answers=has_answers)
         if has_answers:
-            columns = find_columns((TAGS, WORDS), get_column_names(rows), args)
             names = columns["words"], columns["tags"]
             for number, row in enumerate(rows, start=1):
                 words, tags = (row.get(name) for name in names)
                 if tags is not None:  # in all rows of a test set without labels
                     _check_pair(words, tags, f"row {number}", names)
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = _load_parts(args)
-        tables = get_splits(args, splits)
-        columns = find_columns((TAGS, WORDS), get_column_names(get_first_table(tables)), args)
-        tags, words = columns["tags"], columns["words"]
-        space, labelled = _read_tags(tables, words, tags, args, get_model_classes(parts.config))
+    def load_parts(self, args: Settings) -> TextParts:
+        from rapidformer.models.configuration import load_config
+
+        keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
+        parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
+        check_is_fast(parts.tokenizer, "token_classification")
+        return parts
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
+        tags, words, model = columns["tags"], columns["words"], get_model_classes(parts.config)
+        space, labelled = _read_tags(tables, words, tags, parts.args, model)
         features = {
             split: _encode(rows, split, words, space if labelled[split] else None, parts)
             for split, rows in tables.items()
@@ -94,11 +99,8 @@ class TokenClassification(Task):
         extras = {"rows": tables, "words": words, "names": space.names, "labelled": labelled}
         return parts.prepare(features, extras, settings)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = _load_parts(args)
-        table = as_rows(rows, args.text_column or "text")
-        words = str(find_column(WORDS, get_column_names(table), args))
-        names = get_output_names(parts.config)
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
+        words, names = columns["words"], get_output_names(parts.config)
         extras = {"rows": {"test": table}, "words": words, "names": names}
         return parts.prepare_input(_encode(table, "input", words, None, parts), extras)
 
@@ -122,38 +124,24 @@ class TokenClassification(Task):
         names = prepared.extras["names"]
         return EntityTally(names) if has_entity_tags(names) else TagTally(names)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
         names = prepared.extras["names"]
-        column = get_column(prepared.extras["rows"][split], prepared.extras["words"])
-        marks_entities = has_entity_tags(names)
-        result = []
-        for value, record in zip(column, records, strict=True):
-            words = _as_words(value)
-            # Words beyond the model's length were not seen: predict no tag for them.
-            tags = [names[tag] for tag in record["guesses"]]
-            row: dict[str, Any] = {"words": words[: len(tags)], "tags": tags}
-            row["scores"] = [round(float(score), 6) for score in record["scores"]]
-            if marks_entities:
-                row["entities"] = [
-                    {"type": kind, "text": " ".join(words[first : last + 1])}
-                    | {"first": first, "last": last}
-                    for kind, first, last in find_entities(tags)
-                ]
-            if prepared.is_labelled(split):
-                row["expected"] = [names[tag] for tag in record["labels"]]
-            if len(words) > len(tags):
-                row["words_not_seen"] = len(words) - len(tags)
-            result.append(row)
-        return result
-
-
-def _load_parts(args: Settings) -> TextParts:
-    from rapidformer.models.configuration import load_config
-
-    keeps_spaces = load_config(args).model_type in _SPACE_KEEPING
-    parts = load_text_parts(args, **({"add_prefix_space": True} if keeps_spaces else {}))
-    check_is_fast(parts.tokenizer, "token_classification")
-    return parts
+        words = _as_words(prepared.extras["rows"][split][number].get(prepared.extras["words"]))
+        # Words beyond the model's length were not seen: predict no tag for them.
+        tags = [names[tag] for tag in record["guesses"]]
+        row: dict[str, Any] = {"words": words[: len(tags)], "tags": tags}
+        row["scores"] = [round(float(score), 6) for score in record["scores"]]
+        if has_entity_tags(names):
+            row["entities"] = [
+                {"type": kind, "text": " ".join(words[first : last + 1])}
+                | {"first": first, "last": last}
+                for kind, first, last in find_entities(tags)
+            ]
+        if prepared.is_labelled(split):
+            row["expected"] = [names[tag] for tag in record["labels"]]
+        if len(words) > len(tags):
+            row["words_not_seen"] = len(words) - len(tags)
+        return row
 
 
 def _as_words(value: Any) -> list[str]:
@@ -247,7 +235,7 @@ def _get_inside_tags(names: Sequence[str]) -> dict[int, int]:
 def _drop_empty(features: Any) -> Any:
     """Drop rows without any tag: the mean loss of a batch of them would be 0 / 0."""
     if is_row_stream(features):
-        return filter_rows(features, lambda row: set(row["labels"]) != {IGNORED_LABEL})
+        return filter_stream(features, lambda row: set(row["labels"]) != {IGNORED_LABEL})
     labels = get_column(features, "labels")
     keep = [i for i, row in enumerate(labels) if any(label != IGNORED_LABEL for label in row)]
     dropped = len(features) - len(keep)

@@ -197,14 +197,13 @@ def make_bert_slowly(
             first, second = second, first
     else:
         first = [token for sentence in sentences for token in sentence]
-    truncated = len(first) + len(second) > target
     while len(first) + len(second) > target:
         longer = first if len(first) > len(second) else second
         longer.pop(0 if random.random() < 0.5 else -1)
     cls, sep = tokenizer.cls, tokenizer.sep
     tokens = [cls, *first, sep] + ([*second, sep] if second else [])
     types = [0] * (len(first) + 2) + ([1] * (len(second) + 1) if second else [])
-    text, labels = list(tokens), [-1] * length
+    text, labels = list(tokens), [-100] * length
     if mask_prob:
         budget = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
         words = find_words_slowly(tokens, tokenizer, [cls, sep])
@@ -214,17 +213,15 @@ def make_bert_slowly(
                 if random.random() < 0.8:
                     text[position] = tokenizer.mask
                 elif random.random() >= 0.5:
-                    text[position] = random.randint(0, len(tokenizer.inv_vocab))
+                    text[position] = random.randint(0, tokenizer.own_vocab_size)
     padding = [tokenizer.pad] * (length - len(tokens))
-    return {
-        "text": text + padding,
-        "types": types + padding,
+    sample = {
+        "input_ids": text + padding,
+        "attention_mask": [1] * len(tokens) + [0] * len(padding),
+        "token_type_ids": types + [0] * len(padding),
         "labels": labels,
-        "is_random": int(is_random),
-        "loss_mask": [int(label != -1) for label in labels],
-        "padding_mask": [1] * len(tokens) + [0] * len(padding),
-        "truncated": int(truncated),
     }
+    return sample | ({"next_sentence_label": int(is_random)} if binary_head else {})
 
 
 def make_t5_slowly(
@@ -238,8 +235,7 @@ def make_t5_slowly(
     seed: int,
 ) -> dict[str, Any]:
     random = np.random.RandomState(seed)
-    whole = [token for sentence in sentences for token in sentence]
-    tokens = whole[:target]
+    tokens = [token for sentence in sentences for token in sentence][:target]
     budget = min(mask_prob * target, max(1, round(len(tokens) * mask_prob)))
     words = find_words_slowly(tokens, tokenizer, [tokenizer.cls, tokenizer.sep])
     spans = sorted(pick_spans_slowly(words, budget, random, for_t5=True))
@@ -251,16 +247,9 @@ def make_t5_slowly(
         answer += [sentinel, *(tokens[i] for i in span)]
         position = span[-1] + 1
     text += tokens[position:]
-    rest, rest_dec = length - len(text), length_dec - len(answer) - 1
-    is_text = np.array([1] * len(text) + [0] * rest)
-    is_answer = np.array([1] * (len(answer) + 1) + [0] * rest_dec)
+    rest, rest_dec = length - len(text) - 1, length_dec - len(answer) - 1
     return {
-        "text_enc": text + [tokenizer.pad] * rest,
-        "text_dec": [tokenizer.bos, *answer] + [tokenizer.pad] * rest_dec,
-        "labels": [*answer, tokenizer.eos] + [-1] * rest_dec,
-        "loss_mask": is_answer,
-        "truncated": int(len(whole) > target),
-        "enc_mask": np.outer(is_text, is_text),
-        "dec_mask": np.tril(np.outer(is_answer, is_answer)),
-        "enc_dec_mask": np.outer(is_answer, is_text),
+        "input_ids": [*text, tokenizer.eos] + [tokenizer.pad] * rest,
+        "attention_mask": [1] * (len(text) + 1) + [0] * rest,
+        "labels": [*answer, tokenizer.eos] + [-100] * rest_dec,
     }

@@ -42,9 +42,7 @@ def make_rows(*rows: tuple[int, int, int]) -> dict[str, np.ndarray]:
 
 def make_dataset(data: Any, maps: Any, tokenizer: Tokenizer, **changed: Any) -> BertDataset:
     values = {"max_seq_length": LENGTH, "masked_lm_prob": 0.15, "seed": 1234} | changed
-    return BertDataset(
-        data, maps, BertTokens.of(tokenizer, values.get("layout", "megatron")), **values
-    )
+    return BertDataset(data, maps, BertTokens.of(tokenizer), **values)
 
 
 def build(prefix: str, tokenizer: Any, num_samples: Any = (300, 0, 0), **changed: Any) -> Any:
@@ -104,15 +102,16 @@ def test_a_sample_by_hand(tokenizer: Tokenizer) -> None:
         is_swapped = np.random.RandomState(1234 + index).random_sample() < 0.5
         sample = dataset[index]
         parts = [[13], [10, 11]] if is_swapped else [[10, 11], [13]]
-        assert sample["text"].tolist() == [cls, *parts[0], sep, *parts[1], sep, 0, 0]
-        assert sample["types"].tolist() == [0] * (len(parts[0]) + 2) + [1] * (len(parts[1]) + 1) + [
+        assert sample["input_ids"].tolist() == [cls, *parts[0], sep, *parts[1], sep, 0, 0]
+        assert sample["token_type_ids"].tolist() == [0] * (len(parts[0]) + 2) + [1] * (
+            len(parts[1]) + 1
+        ) + [
             0,
             0,
         ]
-        assert sample["is_random"] == int(is_swapped)
-        assert sample["labels"].tolist() == [-1] * 8
-        assert sample["padding_mask"].tolist() == [1] * 6 + [0] * 2
-        assert (sample["loss_mask"].sum(), sample["truncated"]) == (0, 0)
+        assert sample["next_sentence_label"] == int(is_swapped)
+        assert sample["labels"].tolist() == [-100] * 8
+        assert sample["attention_mask"].tolist() == [1] * 6 + [0] * 2
         outcomes.add(is_swapped)
     assert outcomes == {True, False}
 
@@ -130,15 +129,14 @@ def test_truncation_takes_from_the_longer_part_one_by_one(
     while len(a) + len(b) > length:
         longer = a if len(a) > len(b) else b
         longer.pop(0 if random.random() < 0.5 else -1)
-    got_a, got_b, is_cut = truncate_pair(
+    got_a, got_b = truncate_pair(
         np.arange(first), np.arange(100, 100 + second), length, np.random.RandomState(seed)
     )
     assert (got_a.tolist(), got_b.tolist()) == (a, b)
-    assert is_cut == (first + second > length)
 
 
 def restore(sample: dict[str, Any]) -> np.ndarray:
-    return np.where(sample["labels"] >= 0, sample["labels"], sample["text"])
+    return np.where(sample["labels"] >= 0, sample["labels"], sample["input_ids"])
 
 
 def test_hidden_tokens_are_whole_words_within_the_budget(prefix: str, tokenizer: Tokenizer) -> None:
@@ -149,13 +147,13 @@ def test_hidden_tokens_are_whole_words_within_the_budget(prefix: str, tokenizer:
     runs = set()
     for index in range(len(rows)):
         sample = dataset[index]
-        tokens = restore(sample)[: sample["padding_mask"].sum()].tolist()
-        hidden = set(np.nonzero(sample["loss_mask"])[0].tolist())
+        tokens = restore(sample)[: sample["attention_mask"].sum()].tolist()
+        hidden = set(np.nonzero(sample["labels"] >= 0)[0].tolist())
         words = find_words_slowly(tokens, tokenizer, special)
         assert all(hidden.isdisjoint(word) or hidden.issuperset(word) for word in words)
         assert not any(tokens[position] in special for position in hidden)
         assert len(hidden) <= min(0.15 * (LENGTH - 3), max(1, round(0.15 * len(tokens))))
-        assert (sample["text"] != restore(sample)).sum() <= len(hidden)
+        assert (sample["input_ids"] != restore(sample)).sum() <= len(hidden)
         runs.add(len(hidden))
     assert max(runs) == 4
 
@@ -169,9 +167,9 @@ def test_hidden_tokens_become_mask_or_stay_or_become_random(
     counts = np.zeros(3)
     for index in range(len(rows)):
         sample = dataset[index]
-        hidden = sample["loss_mask"] == 1
-        is_mask = sample["text"][hidden] == tokenizer.mask
-        is_kept = sample["text"][hidden] == sample["labels"][hidden]
+        hidden = sample["labels"] >= 0
+        is_mask = sample["input_ids"][hidden] == tokenizer.mask
+        is_kept = sample["input_ids"][hidden] == sample["labels"][hidden]
         counts += [is_mask.sum(), is_kept.sum(), (~is_mask & ~is_kept).sum()]
     # 10 % random tokens of 207 seldom give the same token or the mask again.
     assert counts.sum() > 5000
@@ -185,10 +183,9 @@ def test_a_published_model_is_given_no_token_that_megatron_adds(tmp_path: Path) 
     assert added == {9, 10}
     data, rows = [np.full(100, 8, dtype=np.uint16)], make_rows(*[(0, 1, 100)] * 20)
     values = {"max_seq_length": 103, "masked_lm_prob": 1.0, "binary_head": False}
-    theirs = make_dataset(data, rows, tokenizer, **values)
-    ours = make_dataset(data, rows, tokenizer, **values, layout="huggingface")
-    assert any(added & set(theirs[index]["text"].tolist()) for index in range(20))
-    assert not any(added & set(ours[index]["input_ids"].tolist()) for index in range(20))
+    dataset = make_dataset(data, rows, tokenizer, **values)
+    drawn = {token for index in range(20) for token in dataset[index]["input_ids"].tolist()}
+    assert drawn == set(range(9)), "every other token is drawn"
 
 
 def test_data_of_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
@@ -203,24 +200,10 @@ def test_data_of_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
 # --- the builder ---------------------------------------------------------------------------------
 
 
-def test_huggingface_samples_are_megatrons_under_other_names(
-    prefix: str, tokenizer: Tokenizer
-) -> None:
+def test_a_split_of_which_nothing_is_wanted_is_none(prefix: str, tokenizer: Tokenizer) -> None:
     train, valid, test = build(prefix, tokenizer)
     assert (valid, test) == (None, None)
-    megatron = make_dataset(open_indexed(prefix), train.maps, tokenizer)
-    assert len(train) == len(megatron) >= 300
-    for index in range(0, len(train), 7):
-        ours, theirs = train[index], megatron[index]
-        assert list(ours) == [
-            "input_ids", "attention_mask", "token_type_ids", "labels", "next_sentence_label",
-        ]  # fmt: skip
-        assert ours["input_ids"].tolist() == theirs["text"].tolist()
-        assert ours["attention_mask"].tolist() == theirs["padding_mask"].tolist()
-        assert ours["token_type_ids"].tolist() == theirs["types"].tolist()
-        assert ours["next_sentence_label"] == theirs["is_random"]
-        expected = np.where(theirs["labels"] == -1, -100, theirs["labels"])
-        assert ours["labels"].tolist() == expected.tolist()
+    assert len(train) >= 300
 
 
 def test_a_batch_is_int64_throughout(prefix: str, tokenizer: Tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rapidformer.data.pretraining import gpt
-from rapidformer.data.pretraining.gpt import GPTIndex, build_gpt_index
+from rapidformer.data.pretraining.gpt import build_gpt_index
 from rapidformer.errors import DataError
 
 from .references import index_gpt_slowly
@@ -18,9 +19,10 @@ from .references import index_gpt_slowly
 SIZES = np.array([5, 3, 8, 2, 6], dtype=np.int32)
 
 
-def build(sizes: Any, **settings: Any) -> GPTIndex:
+def build(sizes: Any, **settings: Any) -> SimpleNamespace:
     values = {"start": 0, "stop": len(sizes), "num_samples": 5, "seq_length": 4, "seed": 1234}
-    return build_gpt_index(np.asarray(sizes, dtype=np.int32), **(values | settings))
+    maps = build_gpt_index(np.asarray(sizes, dtype=np.int32), **(values | settings))
+    return SimpleNamespace(**maps)
 
 
 def test_golden_index_of_one_epoch() -> None:
@@ -28,7 +30,7 @@ def test_golden_index_of_one_epoch() -> None:
     assert index.documents.tolist() == [4, 0, 1, 2, 3]
     assert index.samples.tolist() == [[0, 0], [0, 4], [1, 2], [2, 1], [3, 2], [3, 6]]
     assert index.shuffle.tolist() == [3, 2, 1, 0, 4]
-    assert [array.dtype for array in index] == [np.int32, np.int32, np.uint32]
+    assert [array.dtype for array in vars(index).values()] == [np.int32, np.int32, np.uint32]
 
 
 def test_golden_index_with_the_last_epoch_apart() -> None:

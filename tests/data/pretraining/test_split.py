@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rapidformer.data.pretraining.blend import SplitRange, split_bounds, split_ranges
+from rapidformer.data.pretraining.blend import split_bounds
 from rapidformer.errors import ConfigurationError
 
 from .references import split_slowly
@@ -46,12 +46,6 @@ def test_splits_are_those_of_a_plain_walk(weights: list[float], size: int, separ
 
 def test_a_first_share_of_nothing_never_starts_before_the_data() -> None:
     assert split_bounds("0,1,1", 3) == [0, 0, 1, 3]
-
-
-def test_ranges_carry_the_names() -> None:
-    assert split_ranges("8,1,1", 10) == [
-        SplitRange("train", 0, 8), SplitRange("valid", 8, 9), SplitRange("test", 9, 10)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

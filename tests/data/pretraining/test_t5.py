@@ -13,10 +13,10 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from rapidformer.data.indexed import open_indexed
-from rapidformer.data.pretraining import build_train_valid_test_datasets_for_t5
+from rapidformer.data.pretraining.assemble import build_datasets
 from rapidformer.data.pretraining.sentence_samples import T5Dataset, T5Tokens
 from rapidformer.data.tokenizers import Tokenizer
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import ConfigurationError
 
 from .references import make_t5_slowly
 from .rig import make_documents, make_tokenizer, write_corpus
@@ -41,8 +41,15 @@ def make_dataset(data: Any, rows: Any, tokenizer: Tokenizer, **changed: Any) -> 
         "seed": 1234,
     } | changed  # fmt: skip
     maps = {"rows": np.array(rows, dtype=np.uint32)}
-    tokens = T5Tokens.of(tokenizer, values.get("layout", "megatron"))
-    return T5Dataset(data, maps, tokens, **values)
+    return T5Dataset(data, maps, T5Tokens.of(tokenizer), **values)
+
+
+def build(prefix: str, tokenizer: Any) -> Any:
+    train, _, _ = build_datasets(
+        "t5", data_prefix=prefix, splits_string="1", train_valid_test_num_samples=[50, 0, 0],
+        seq_length=LENGTH, seq_length_dec=LENGTH_DEC, seed=1234, tokenizer=tokenizer,
+    )  # fmt: skip
+    return train
 
 
 def make_rows(count: int) -> list[tuple[int, int, int]]:
@@ -88,7 +95,7 @@ def put_back(text: list[int], answer: list[int], sentinels: list[int]) -> list[i
 
 def test_spans_can_be_put_back(prefix: str, tokenizer: Tokenizer) -> None:
     data, rows = open_indexed(prefix), make_rows(100)
-    dataset = make_dataset(data, rows, tokenizer, layout="huggingface")
+    dataset = make_dataset(data, rows, tokenizer)
     sentinels = tokenizer.additional_special_tokens_ids
     for index, (start, end, target) in enumerate(rows):
         whole = [token for sentence in data[start:end] for token in sentence.tolist()][:target]
@@ -108,11 +115,11 @@ def test_spans_that_find_no_room_stay_in_the_text(
     prefix: str, tokenizer: Tokenizer, length_dec: int, num_sentinels: int
 ) -> None:
     data, rows = open_indexed(prefix), [(start, start + 14, LENGTH - 2) for start in range(60)]
-    tokens = T5Tokens.of(tokenizer, "huggingface")
+    tokens = T5Tokens.of(tokenizer)
     tokens = tokens._replace(sentinels=tokens.sentinels[:num_sentinels])
     dataset = T5Dataset(
         data, {"rows": np.array(rows, dtype=np.uint32)}, tokens, max_seq_length=LENGTH,
-        max_seq_length_dec=length_dec, masked_lm_prob=0.3, seed=1, layout="huggingface",
+        max_seq_length_dec=length_dec, masked_lm_prob=0.3, seed=1,
     )  # fmt: skip
     counts = set()
     for index, (start, end, target) in enumerate(rows):
@@ -129,17 +136,12 @@ def test_spans_that_find_no_room_stay_in_the_text(
 
 def test_nothing_hidden_leaves_an_empty_answer(prefix: str, tokenizer: Tokenizer) -> None:
     sample = make_dataset(open_indexed(prefix), [(0, 3, 60)], tokenizer, masked_lm_prob=0.0)[0]
-    assert sample["text_dec"][:2].tolist() == [tokenizer.bos, tokenizer.pad]
-    assert sample["labels"][:2].tolist() == [tokenizer.eos, -1]
+    assert sample["labels"][:2].tolist() == [tokenizer.eos, -100]
 
 
 def test_huggingface_t5_reads_them_by_its_own_convention(prefix: str, tokenizer: Tokenizer) -> None:
-    """Its shifted labels are Megatron's decoder input, with its own start instead of bos."""
-    values = ("mmap", "1", [50, 0, 0], LENGTH, LENGTH_DEC, 0.15, 0.1, 1234, True)
-    ours, _, _ = build_train_valid_test_datasets_for_t5(prefix, *values, tokenizer=tokenizer)
-    theirs, _, _ = build_train_valid_test_datasets_for_t5(
-        [prefix], *values, tokenizer=tokenizer, layout="megatron"
-    )
+    """Its shifted labels are the decoder input, after its own start."""
+    ours = build(prefix, tokenizer)
     batch = default_collate([ours[i] for i in range(6)])
     assert list(batch) == ["input_ids", "attention_mask", "labels"]
     model = T5ForConditionalGeneration(
@@ -150,10 +152,8 @@ def test_huggingface_t5_reads_them_by_its_own_convention(prefix: str, tokenizer:
         )
     )  # fmt: skip
     decoder_input = model._shift_right(batch["labels"])
-    megatron = default_collate([theirs[i] for i in range(6)])
-    is_real = megatron["loss_mask"].bool()
-    is_real[:, 0] = False
-    assert torch.equal(decoder_input[is_real], megatron["text_dec"][is_real])
+    is_real = batch["labels"][:, :-1] != -100
+    assert torch.equal(decoder_input[:, 1:][is_real], batch["labels"][:, :-1][is_real])
     assert (decoder_input[:, 0] == tokenizer.pad).all()
     assert torch.isfinite(model(**batch).loss)
 
@@ -163,18 +163,14 @@ def test_a_t5_tokenizer_needs_no_bert_tokens(prefix: str) -> None:
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=Backend(WordLevel(vocabulary)), pad_token="<pad>", eos_token="</s>"
     )
-    values = ("mmap", "1", [50, 0, 0], LENGTH, LENGTH_DEC, 0.15, 0.1, 1234)
-    ours, _, _ = build_train_valid_test_datasets_for_t5(prefix, *values, tokenizer=theirs)
-    sample = ours[0]
+    sample = build(prefix, theirs)[0]
     assert (sample["input_ids"] == 207).sum() == 1
     assert sample["labels"][0] == 207
-    with pytest.raises(DataError, match="beginning-of-sequence"):
-        build_train_valid_test_datasets_for_t5(prefix, *values, tokenizer=theirs, layout="megatron")
 
 
 def test_a_tokenizer_without_sentinels_is_refused(prefix: str, tmp_path: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"no sentinels .* --vocab-extra-ids 100"):
-        T5Tokens.of(make_tokenizer(tmp_path), "huggingface")
+        T5Tokens.of(make_tokenizer(tmp_path))
 
 
 def test_a_decoder_without_room_for_an_answer_is_refused(prefix: str, tokenizer: Tokenizer) -> None:

@@ -29,12 +29,12 @@ from rapidformer.errors import ModelError
 from rapidformer.models.gpt import GPTConfig, GPTModel
 from rapidformer.objectives import BoundObjective, Context
 from rapidformer.optim.gradients import scale_loss
-from rapidformer.tasks.pretraining.models import check_documents
 from rapidformer.tasks.pretraining.objectives import (
     HiddenTokensAndOrder,
     NextToken,
     NextTokenInMegatronsForm,
 )
+from rapidformer.tasks.pretraining.runner import check_documents
 
 END = 9
 TOKENIZER: Any = SimpleNamespace(eod=END)

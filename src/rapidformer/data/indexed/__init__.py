@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from rapidformer.data.indexed.commands import merge_indexed
 from rapidformer.data.indexed.layout import (
     IndexedDataError,
     has_indexed,
     list_prefixes,
     strip_ending,
 )
-from rapidformer.data.indexed.reader import IndexedDataset, open_indexed
+from rapidformer.data.indexed.reader import IndexedDataset, merge_indexed, open_indexed
 from rapidformer.data.indexed.writer import IndexedWriter, choose_dtype
 
 __all__ = [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from .build import (
+from .assemble import (
     build_pretrain_huggingface_bert_datasets,
     build_pretraining_datasets,
     build_train_valid_test_datasets,
     build_train_valid_test_datasets_for_huggingface,
-    build_train_valid_test_datasets_for_t5,
 )
 from .gpt import get_ltor_masks_and_position_ids
 
@@ -16,6 +15,5 @@ __all__ = [
     "build_pretraining_datasets",
     "build_train_valid_test_datasets",
     "build_train_valid_test_datasets_for_huggingface",
-    "build_train_valid_test_datasets_for_t5",
     "get_ltor_masks_and_position_ids",
 ]

@@ -11,23 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
+from rapidformer.config import Settings
 from rapidformer.data.files import hash_file
 from rapidformer.data.indexed import open_indexed
 from rapidformer.data.pretraining.blend import (
     SPLIT_NAMES,
     BlendedDataset,
     Prefix,
-    SplitRange,
     WeightedPrefix,
     build_blend_index,
     count_for_weight,
     parse_data_prefix,
     parse_split,
-    split_ranges,
+    split_bounds,
 )
 from rapidformer.data.pretraining.cache import IndexCache
 from rapidformer.data.pretraining.gpt import GPTDataset, build_gpt_index
@@ -37,10 +37,10 @@ from rapidformer.data.pretraining.sentence_samples import (
     ADDED_BY_T5,
     BertDataset,
     BertTokens,
-    Layout,
     T5Dataset,
     T5Tokens,
 )
+from rapidformer.data.tokenizers.build import adopt_hugging_face
 from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger, warn
 
@@ -68,15 +68,13 @@ def build_datasets(
     short_seq_prob: float = 0.1,
     binary_head: bool = True,
     tokenizer: Any = None,
-    layout: Layout = "huggingface",
     vocab_size: int | None = None,
 ) -> Datasets:
     """Training, validation and test samples for an objective.
 
     Give either ``data_prefix``, divided by ``splits_string``, or separate prefixes; each may be a
     single prefix or alternating weights and prefixes. BERT and T5 default to the run's tokenizer;
-    GPT needs none, and refuses tokens at or above ``vocab_size`` if that is given. ``layout`` does
-    not apply to GPT, whose samples have one form.
+    GPT needs none, and refuses tokens at or above ``vocab_size`` if that is given.
     """
     counts = train_valid_test_num_samples
     _check_settings(counts, seq_length, seed, masked_lm_prob, short_seq_prob)
@@ -86,7 +84,7 @@ def build_datasets(
     else:
         recipe = _build_sentence_recipe(
             objective, tokenizer, short_seq_prob, binary_head, seq_length_dec,
-            max_seq_length=seq_length, masked_lm_prob=masked_lm_prob, seed=seed, layout=layout,
+            max_seq_length=seq_length, masked_lm_prob=masked_lm_prob, seed=seed,
         )  # fmt: skip
 
     @cache
@@ -165,11 +163,11 @@ def _build_sentence_recipe(
     tokenizer = _find_tokenizer(tokenizer)
     make: Callable[..., Any]
     if objective == "bert":
-        tokens = BertTokens.of(tokenizer, options["layout"])
+        tokens = BertTokens.of(tokenizer)
         make = partial(BertDataset, tokens=tokens, binary_head=binary_head, **options)
         added, min_sentences = ADDED_BY_BERT, 2 if binary_head else 1
     else:
-        options["tokens"] = T5Tokens.of(tokenizer, options["layout"])
+        options["tokens"] = T5Tokens.of(tokenizer)
         make = partial(T5Dataset, max_seq_length_dec=seq_length_dec, **options)
         added, min_sentences = ADDED_BY_T5, 1
     settings = {
@@ -186,8 +184,6 @@ def _find_tokenizer(tokenizer: Any) -> Any:
 
         return get_tokenizer()
     if hasattr(tokenizer, "get_vocab"):
-        from rapidformer.data.tokenizers.hugging_face import adopt_hugging_face
-
         return adopt_hugging_face(tokenizer)
     return tokenizer
 
@@ -211,21 +207,23 @@ class _Source:
             "bin_bytes": data.stat().st_size,
         }
 
-    def find_range(self, objective: str, name: str, splits_string: str | None) -> SplitRange:
-        """What belongs to a split; without a split string, everything."""
+    def find_range(self, objective: str, name: str, splits_string: str | None) -> range:
+        """The sequences (GPT) or documents of a split; without a split string, all of them."""
         count = len(self.data) if objective == "gpt" else self.data.num_documents
         if splits_string is None:
-            return SplitRange(name, 0, count)
-        return split_ranges(splits_string, count)[SPLIT_NAMES.index(name)]
+            return range(count)
+        bounds, place = split_bounds(splits_string, count), SPLIT_NAMES.index(name)
+        return range(bounds[place], bounds[place + 1])
 
-    def build_dataset(self, recipe: _Recipe, split: SplitRange, num_samples: int | None) -> Any:
+    def build_dataset(
+        self, recipe: _Recipe, name: str, split: range, num_samples: int | None
+    ) -> Any:
         """The samples of a split, with maps from the cache if possible."""
 
         def build() -> Mapping[str, np.ndarray]:
             options = {"num_samples": num_samples, **recipe.settings}
             if recipe.objective == "gpt":
-                index = build_gpt_index(self.data.sizes, split.start, split.stop, **options)
-                return index._asdict()
+                return build_gpt_index(self.data.sizes, split.start, split.stop, **options)
             documents = self.data.doc_idx[split.start : split.stop + 1]
             return {"rows": build_sentence_map(documents, self.data.sizes, **options)}
 
@@ -233,11 +231,11 @@ class _Source:
             "objective": recipe.objective, "data": self.fingerprint, "start": split.start,
             "stop": split.stop, "num_samples": num_samples, **recipe.settings,
         }  # fmt: skip
-        what = f"{recipe.objective} {split.name} data"
+        what = f"{recipe.objective} {name} data"
         try:
             maps = self.cache.load_or_build(what, description, build)
         except DataError as error:
-            raise DataError(f"{self.data.prefix}, {split.name}: {error}") from error
+            raise DataError(f"{self.data.prefix}, {name}: {error}") from error
         return recipe.make_dataset(self.data, maps)
 
 
@@ -253,9 +251,7 @@ def _build_split(
     ranges = [
         open_source(part.prefix).find_range(recipe.objective, name, splits_string) for part in parts
     ]
-    used = [
-        (part, split) for part, split in zip(parts, ranges, strict=True) if split.stop > split.start
-    ]
+    used = [(part, split) for part, split in zip(parts, ranges, strict=True) if split]
     if num_samples == 0 or not used:
         return None
     if len(used) < len(parts):
@@ -263,7 +259,7 @@ def _build_split(
         missing = ", ".join(part.prefix for part in parts if part.prefix not in prefixes)
         warn("%s: %s has no documents in this split and is left out of it.", name, missing)
     if len(parts) == 1:
-        dataset = open_source(parts[0].prefix).build_dataset(recipe, ranges[0], num_samples)
+        dataset = open_source(parts[0].prefix).build_dataset(recipe, name, ranges[0], num_samples)
     elif num_samples is None:
         raise DataError("a blend has no natural end: say how many samples you want.")
     else:
@@ -271,7 +267,7 @@ def _build_split(
         weights = [part.weight / total for part, _ in used]
         counts = [count_for_weight(num_samples, weight) for weight in weights]
         datasets = [
-            open_source(part.prefix).build_dataset(recipe, split, count)
+            open_source(part.prefix).build_dataset(recipe, name, split, count)
             for (part, split), count in zip(used, counts, strict=True)
         ]
         index = open_source(used[0][0].prefix).cache.load_or_build(
@@ -282,3 +278,91 @@ def _build_split(
         dataset = BlendedDataset(datasets, index, [part.prefix for part, _ in used])
     get_logger().info("%s data: %d samples", name, len(dataset))
     return dataset
+
+
+# --- what scripts and the command call ------------------------------------------------------------
+# With Megatron's names and order of parameters; keywords after them are ours. Samples are counted
+# over the whole run, so data sets repeat their text as often as needed.
+
+
+class DataOptions(TypedDict, total=False):
+    """Data that is split already, instead of ``data_prefix``, and where index maps are kept."""
+
+    train_data_prefix: Prefix | None
+    valid_data_prefix: Prefix | None
+    test_data_prefix: Prefix | None
+    data_cache_path: str | Path | None
+
+
+def build_pretraining_datasets(
+    objective: str,
+    args: Settings,
+    train_valid_test_num_samples: Counts,
+    *,
+    tokenizer: Any = None,
+    binary_head: bool = True,
+    vocab_size: int | None = None,
+) -> Datasets:
+    """The data of a run's settings as gpt, bert or t5 samples; tokens are below ``vocab_size``."""
+    if args.seq_length is None:
+        raise ConfigurationError("pre-training data needs --seq-length, the tokens of a sample.")
+    return build_datasets(
+        objective, data_prefix=args.data_path, train_data_prefix=args.train_data_path,
+        valid_data_prefix=args.valid_data_path, test_data_prefix=args.test_data_path,
+        data_impl=args.data_impl, splits_string=args.split,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=args.seq_length,
+        seq_length_dec=args.decoder_seq_length or DECODER_LENGTH, masked_lm_prob=args.mask_prob,
+        short_seq_prob=args.short_seq_prob, seed=args.seed, skip_warmup=not args.mmap_warmup,
+        data_cache_path=args.data_cache_path, binary_head=binary_head, tokenizer=tokenizer,
+        vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def build_train_valid_test_datasets(
+    data_prefix: Prefix | None,
+    data_impl: str,
+    splits_string: str | None,
+    train_valid_test_num_samples: Counts,
+    seq_length: int,
+    seed: int,
+    skip_warmup: bool = True,
+    **options: Unpack[DataOptions],
+) -> Datasets:
+    """GPT samples: ``text``, with ``seq_length + 1`` tokens."""
+    return build_datasets(
+        "gpt", data_prefix=data_prefix, data_impl=data_impl, splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=seq_length, seed=seed,
+        skip_warmup=skip_warmup, **options,
+    )  # fmt: skip
+
+
+def build_train_valid_test_datasets_for_huggingface(
+    data_prefix: Prefix | None,
+    data_impl: str,
+    splits_string: str | None,
+    train_valid_test_num_samples: Counts,
+    max_seq_length: int,
+    masked_lm_prob: float,
+    short_seq_prob: float,
+    seed: int,
+    skip_warmup: bool = True,
+    binary_head: bool = True,
+    *,
+    tokenizer: Any = None,
+    **options: Unpack[DataOptions],
+) -> Datasets:
+    """BERT samples for Hugging Face models.
+
+    ``input_ids, attention_mask, token_type_ids, labels`` (-100 where nothing is masked) and, with
+    ``binary_head``, ``next_sentence_label`` (1: the two segments are swapped).
+    """
+    return build_datasets(
+        "bert", data_prefix=data_prefix, data_impl=data_impl, splits_string=splits_string,
+        train_valid_test_num_samples=train_valid_test_num_samples, seq_length=max_seq_length,
+        masked_lm_prob=masked_lm_prob, short_seq_prob=short_seq_prob, seed=seed,
+        skip_warmup=skip_warmup, binary_head=binary_head, tokenizer=tokenizer, **options,
+    )  # fmt: skip
+
+
+build_pretrain_huggingface_bert_datasets = build_train_valid_test_datasets_for_huggingface
+"""Older name of the same function."""

@@ -191,14 +191,6 @@ def _run(
 SPLIT_NAMES = ("train", "valid", "test")
 
 
-class SplitRange(NamedTuple):
-    """A part of the data: sequences for GPT, documents for BERT and T5."""
-
-    name: str
-    start: int
-    stop: int
-
-
 def parse_split(text: str) -> tuple[float, float, float]:
     """Fractions of '969, 30, 1', '90/5/5' or '1' that add up to one."""
     separator = "," if "," in text else "/"
@@ -221,18 +213,13 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train, valid, test
 
 
-def split_ranges(text: str, size: int) -> list[SplitRange]:
-    """The three ranges that ``size`` items are split into, with Megatron's arithmetic.
-
-    Each fraction is rounded separately (to even), and the surplus or deficit of the three is
-    subtracted from every boundary: ten items by '969, 30, 1' are ten, none and none.
-    """
-    bounds = split_bounds(text, size)
-    return [SplitRange(name, bounds[i], bounds[i + 1]) for i, name in enumerate(SPLIT_NAMES)]
-
-
 def split_bounds(text: str, size: int) -> list[int]:
-    """0, where validation starts, where the test set starts, and ``size``."""
+    """0, where validation starts, where the test set starts, and ``size``.
+
+    By Megatron's arithmetic: each fraction is rounded separately (to even), and the surplus or
+    deficit of the three is subtracted from every boundary: ten items by '969, 30, 1' are ten, none
+    and none.
+    """
     bounds = [0]
     for weight in parse_split(text):
         bounds.append(bounds[-1] + round(weight * float(size)))

@@ -76,10 +76,10 @@ class IndexCache:
     noun = "index map"
 
     def __init__(self, data_folder: Path, data_cache_path: str | Path | None = None) -> None:
+        folders = [data_folder, _get_user_folder()]
         if data_cache_path is not None:
-            self._folders = [Path(data_cache_path).expanduser() / "index-cache"]
-        else:
-            self._folders = [data_folder / "index-cache", get_user_folder() / "index-cache"]
+            folders = [Path(data_cache_path).expanduser()]
+        self._folders = [folder / "index-cache" for folder in folders]
 
     def load_or_build(self, what: str, description: Mapping[str, Any], build: Build) -> IndexMaps:
         """The maps for a description; ``what`` names what is being waited for."""
@@ -123,18 +123,16 @@ class RowCache(IndexCache):
     noun = "cache"
 
     def __init__(self) -> None:
-        self._folders = [get_user_folder() / "tokenized"]
+        self._folders = [_get_user_folder() / "tokenized"]
 
     def is_usable(self) -> bool:
         """Whether something can be kept there."""
-        try:
-            self._choose_folder()
-        except DataError:
-            return False
-        return True
+        with suppress(DataError):
+            return bool(self._choose_folder())
+        return False
 
 
-def get_user_folder() -> Path:
+def _get_user_folder() -> Path:
     """The user's folder for what can be computed again."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     return home / "rapidformer"

@@ -26,14 +26,6 @@ _WHOLE_EPOCH_FRACTION = 0.80
 _CHUNK = 1 << 20
 
 
-class GPTIndex(NamedTuple):
-    """Sequence order; (index in that order, token offset) where samples start; sample order."""
-
-    documents: np.ndarray
-    samples: np.ndarray
-    shuffle: np.ndarray
-
-
 class _Epochs(NamedTuple):
     repeats: int
     """Number of epochs."""
@@ -49,8 +41,12 @@ class _Epochs(NamedTuple):
 
 def build_gpt_index(
     sizes: np.ndarray, start: int, stop: int, *, num_samples: int | None, seq_length: int, seed: int
-) -> GPTIndex:
-    """The maps for sequences ``start`` to ``stop``; ``num_samples`` None uses each token once."""
+) -> dict[str, np.ndarray]:
+    """The maps for sequences ``start`` to ``stop``; ``num_samples`` None uses each token once.
+
+    The order of ``documents``; where ``samples`` start, as pairs of an index in that order and a
+    token offset; and the order of samples.
+    """
     # The sizes are unaligned in the index file, and are looked up in random order below.
     sizes = np.array(sizes[start:stop], dtype=np.int32)
     tokens = int(sizes.sum(dtype=np.int64))
@@ -71,7 +67,7 @@ def build_gpt_index(
     if epochs.is_last_apart:
         random.shuffle(shuffle[epochs.shuffled_together :])
     order += start  # in place: only here do they become sequence numbers of the file
-    return GPTIndex(order, samples, shuffle)
+    return {"documents": order, "samples": samples, "shuffle": shuffle}
 
 
 def _count_epochs(tokens: int, seq_length: int, num_samples: int | None) -> _Epochs:

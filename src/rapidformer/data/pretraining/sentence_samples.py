@@ -3,32 +3,27 @@
 In a BERT sample, ``is_random`` does not mean a sentence from another document: its two segments are
 consecutive in the text, and the model predicts whether they were swapped.
 
-In a T5 sample, spans of the text are replaced by numbered sentinels. Under Megatron's names, the
-decoder reads ``<bos> <extra_id_0> span <extra_id_1> span`` and predicts ``<extra_id_0> span
-<extra_id_1> span <eos>``, with attention masks as matrices. Hugging Face's T5 derives the decoder
-input from the labels, starting with the padding token, and has no ``<bos>``; there a sample has the
-text, ending with ``</s>`` as its tokenizer does, and the labels ``<extra_id_0> span ... </s>``,
-both padded. The length of the target is random too. If it would not fit the decoder, or there are
-more spans than sentinels, Megatron stops; here the last spans stay in the text, so that a run of
-days does not end at one unlucky sample. All other samples are identical.
+In a T5 sample, spans of the text are replaced by numbered sentinels. It has the text, ending with
+``</s>`` as T5's tokenizer does, and the labels ``<extra_id_0> span ... </s>``, both padded: Hugging
+Face's T5 derives the decoder input from the labels, starting with the padding token. The length of
+the target is random too. If it would not fit the decoder, or there are more spans than sentinels,
+Megatron stops; here the last spans stay in the text, so that a run of days does not end at one
+unlucky sample. All other samples are identical.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rapidformer.data.indexed import IndexedDataset
-from rapidformer.data.pretraining.masking import Masked, Vocabulary, draw_t5_spans, mask_tokens
+from rapidformer.data.pretraining.masking import Vocabulary, draw_t5_spans, mask_tokens
 from rapidformer.errors import ConfigurationError, DataError
 
-Layout = Literal["megatron", "huggingface"]
-"""The names in a sample: Megatron's, or those of Hugging Face models."""
 IGNORED_LABEL = -100
-"""The label that Hugging Face models ignore; Megatron uses a mask instead."""
 ADDED_BY_BERT = 3
 """[CLS] A [SEP] B [SEP]"""
 ADDED_BY_T5 = 2
@@ -46,7 +41,6 @@ class SentenceDataset:
     max_seq_length: int
     masked_lm_prob: float
     seed: int
-    layout: Layout = "megatron"
 
     def __len__(self) -> int:
         return len(self.maps["rows"])
@@ -75,10 +69,10 @@ class BertTokens(NamedTuple):
     vocabulary: Vocabulary
 
     @classmethod
-    def of(cls, tokenizer: Any, layout: Layout) -> BertTokens:
-        # Megatron adds two tokens to BERT's vocabulary, and its own models have room for them. A
-        # published model does not: used as a random replacement, they would be out of range.
-        limit = None if layout == "megatron" else getattr(tokenizer, "own_vocab_size", None)
+    def of(cls, tokenizer: Any) -> BertTokens:
+        # Megatron adds two tokens to BERT's vocabulary, for which a published model has no room:
+        # used as a random replacement, they would be out of range.
+        limit = getattr(tokenizer, "own_vocab_size", None)
         return cls(
             cls=int(tokenizer.cls), sep=int(tokenizer.sep), mask=int(tokenizer.mask),
             pad=int(tokenizer.pad), vocabulary=Vocabulary.of(tokenizer, limit),
@@ -96,7 +90,7 @@ class BertDataset(SentenceDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         sentences, target_length, random = self.read(index)
         first, second, is_random = self._join(sentences, random)
-        first, second, truncated = truncate_pair(first, second, target_length, random)
+        first, second = truncate_pair(first, second, target_length, random)
         separator = np.array([self.tokens.sep])
         parts = [np.array([self.tokens.cls]), first, separator]
         if second.size:
@@ -106,9 +100,20 @@ class BertDataset(SentenceDataset):
             special=(self.tokens.cls, self.tokens.sep), target_length=target_length,
             mask_prob=self.masked_lm_prob, random=random,
         )  # fmt: skip
-        if self.layout == "huggingface":
-            return self._for_huggingface(masked, first.size + 2, is_random)
-        return self._for_megatron(masked, first.size + 2, is_random, truncated)
+        length, count = self.max_seq_length, masked.tokens.size
+        types = np.zeros(length, dtype=np.int64)
+        types[first.size + 2 : count] = 1
+        labels = np.full(length, IGNORED_LABEL, dtype=np.int64)
+        labels[masked.positions] = masked.labels
+        sample: dict[str, Any] = {
+            "input_ids": _pad(masked.tokens, length, self.tokens.pad),
+            "attention_mask": _pad(np.ones(count), length, 0),
+            "token_type_ids": types,
+            "labels": labels,
+        }
+        if self.binary_head:
+            sample["next_sentence_label"] = int(is_random)
+        return sample
 
     def _join(
         self, sentences: Sequence[np.ndarray], random: np.random.RandomState
@@ -123,63 +128,25 @@ class BertDataset(SentenceDataset):
             return second, first, True
         return first, second, False
 
-    def _for_megatron(
-        self, masked: Masked, num_first: int, is_random: bool, truncated: bool
-    ) -> dict[str, Any]:
-        length, count = self.max_seq_length, masked.tokens.size
-        types = np.full(length, self.tokens.pad, dtype=np.int64)  # Megatron pads these with it too
-        types[:num_first], types[num_first:count] = 0, 1
-        loss_mask = np.zeros(length, dtype=np.int64)
-        loss_mask[masked.positions] = 1
-        return {
-            "text": _pad(masked.tokens, length, self.tokens.pad),
-            "types": types,
-            "labels": _place(masked, length, -1),
-            "is_random": int(is_random),
-            "loss_mask": loss_mask,
-            "padding_mask": _pad(np.ones(count), length, 0),
-            "truncated": int(truncated),
-        }
-
-    def _for_huggingface(self, masked: Masked, num_first: int, is_random: bool) -> dict[str, Any]:
-        length, count = self.max_seq_length, masked.tokens.size
-        types = np.zeros(length, dtype=np.int64)
-        types[num_first:count] = 1
-        sample: dict[str, Any] = {
-            "input_ids": _pad(masked.tokens, length, self.tokens.pad),
-            "attention_mask": _pad(np.ones(count), length, 0),
-            "token_type_ids": types,
-            "labels": _place(masked, length, IGNORED_LABEL),
-        }
-        if self.binary_head:
-            sample["next_sentence_label"] = int(is_random)
-        return sample
-
 
 def truncate_pair(
     first: np.ndarray, second: np.ndarray, length: int, random: np.random.RandomState
-) -> tuple[np.ndarray, np.ndarray, bool]:
+) -> tuple[np.ndarray, np.ndarray]:
     """Cut the pair to ``length``, a token at a time from the longer, at its front or back."""
     surplus = first.size + second.size - length
     if surplus <= 0:
-        return first, second, False
+        return first, second
     from_front = random.random_sample(surplus) < 0.5
     difference = min(abs(first.size - second.size), surplus)
     is_second = np.zeros(surplus, dtype=bool)
     is_second[:difference] = second.size > first.size
     is_second[difference::2] = True
-    return _cut(first, from_front[~is_second]), _cut(second, from_front[is_second]), True
+    return _cut(first, from_front[~is_second]), _cut(second, from_front[is_second])
 
 
 def _cut(tokens: np.ndarray, from_front: np.ndarray) -> np.ndarray:
     front = int(from_front.sum())
     return tokens[front : tokens.size - (from_front.size - front)]
-
-
-def _place(masked: Masked, length: int, ignored: int) -> np.ndarray:
-    labels = np.full(length, ignored, dtype=np.int64)
-    labels[masked.positions] = masked.labels
-    return labels
 
 
 # --- T5 ------------------------------------------------------------------------------------------
@@ -190,15 +157,13 @@ class T5Tokens(NamedTuple):
 
     pad: int
     eos: int
-    start: int
-    """What the decoder reads first: Megatron's bos, Hugging Face's padding token."""
     sentinels: list[int]
     special: list[int]
     """Tokens that are not words; none for a tokenizer without cls and sep."""
     vocabulary: Vocabulary
 
     @classmethod
-    def of(cls, tokenizer: Any, layout: Layout) -> T5Tokens:
+    def of(cls, tokenizer: Any) -> T5Tokens:
         sentinels = [int(sentinel) for sentinel in tokenizer.additional_special_tokens_ids]
         if not sentinels:
             raise ConfigurationError(
@@ -208,7 +173,6 @@ class T5Tokens(NamedTuple):
         special = [_find(tokenizer, name) for name in ("cls", "sep")]
         return cls(
             pad=int(tokenizer.pad), eos=int(tokenizer.eos),
-            start=int(tokenizer.bos if layout == "megatron" else tokenizer.pad),
             sentinels=sentinels, special=[token for token in special if token is not None],
             vocabulary=Vocabulary.of(tokenizer),
         )  # fmt: skip
@@ -231,16 +195,18 @@ class T5Dataset(SentenceDataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sentences, target_length, random = self.read(index)
-        whole = np.concatenate(sentences).astype(np.int64)
-        tokens = whole[:target_length]
+        tokens = np.concatenate(sentences).astype(np.int64)[:target_length]
         spans = draw_t5_spans(
             tokens, self.tokens.vocabulary, special=self.tokens.special,
             target_length=target_length, mask_prob=self.masked_lm_prob, random=random,
         )  # fmt: skip
-        text, answer = self._take_out(tokens, spans)
-        if self.layout == "huggingface":
-            return self._for_huggingface(text, answer)
-        return self._for_megatron(text, answer, whole.size > tokens.size)
+        end = np.array([self.tokens.eos])
+        text, answer = (np.concatenate([part, end]) for part in self._take_out(tokens, spans))
+        return {
+            "input_ids": _pad(text, self.max_seq_length, self.tokens.pad),
+            "attention_mask": _pad(np.ones_like(text), self.max_seq_length, 0),
+            "labels": _pad(answer, self.max_seq_length_dec, IGNORED_LABEL),
+        }
 
     def _take_out(
         self, tokens: np.ndarray, spans: list[np.ndarray]
@@ -248,7 +214,7 @@ class T5Dataset(SentenceDataset):
         """The text with sentinels, and the spans after theirs; what does not fit stays in place."""
         text: list[np.ndarray] = []
         answer: list[np.ndarray] = []
-        position, room = 0, self.max_seq_length_dec - 1  # the start or end of the target
+        position, room = 0, self.max_seq_length_dec - 1  # the end of the target
         for sentinel, span in zip(self.tokens.sentinels, spans, strict=False):
             room -= span.size + 1
             if room < 0:
@@ -260,45 +226,12 @@ class T5Dataset(SentenceDataset):
         nothing = np.zeros(0, dtype=np.int64)
         return np.concatenate([*text, tokens[position:]]), np.concatenate([nothing, *answer])
 
-    def _for_huggingface(self, text: np.ndarray, answer: np.ndarray) -> dict[str, Any]:
-        end = np.array([self.tokens.eos])
-        text, answer = np.concatenate([text, end]), np.concatenate([answer, end])
-        return {
-            "input_ids": _pad(text, self.max_seq_length, self.tokens.pad),
-            "attention_mask": _pad(np.ones_like(text), self.max_seq_length, 0),
-            "labels": _pad(answer, self.max_seq_length_dec, IGNORED_LABEL),
-        }
-
-    def _for_megatron(
-        self, text: np.ndarray, answer: np.ndarray, truncated: bool
-    ) -> dict[str, Any]:
-        length, length_dec = self.max_seq_length, self.max_seq_length_dec
-        count_dec = answer.size + 1
-        is_text = np.arange(length) < text.size
-        is_answer = np.arange(length_dec) < count_dec
-        is_past = np.tri(length_dec, dtype=bool)
-        return {
-            "text_enc": _pad(text, length, self.tokens.pad),
-            "text_dec": _pad(np.append(self.tokens.start, answer), length_dec, self.tokens.pad),
-            "labels": _pad(np.append(answer, self.tokens.eos), length_dec, -1),
-            "loss_mask": is_answer.astype(np.int64),
-            "truncated": int(truncated),
-            "enc_mask": _outer(is_text, is_text),
-            "dec_mask": _outer(is_answer, is_answer) * is_past,
-            "enc_dec_mask": _outer(is_answer, is_text),
-        }
-
 
 def _find(tokenizer: Any, name: str) -> int | None:
     try:
         return int(getattr(tokenizer, name))
     except (DataError, AttributeError):
         return None
-
-
-def _outer(rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    product: np.ndarray = rows[:, None] & columns
-    return product.astype(np.int64)
 
 
 def _pad(values: np.ndarray, length: int, pad: int) -> np.ndarray:

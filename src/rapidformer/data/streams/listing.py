@@ -16,7 +16,7 @@ from typing import Any
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.data.files import build_table, get_format
 from rapidformer.data.folders import get_split_name, load_split
-from rapidformer.data.streams.mixed import MixedStream
+from rapidformer.data.mixture import MixedStream
 from rapidformer.data.streams.shards import (
     ColumnShard,
     IterableShard,

@@ -13,7 +13,6 @@ from transformers import AutoModel, AutoTokenizer
 
 from rapidformer.errors import ConfigurationError
 from rapidformer.models.evaluation_mode import evaluation_mode
-from rapidformer.tasks.embedding.collate import Batch, leave_out
 from rapidformer.tasks.embedding.embedding import count_prompt
 from rapidformer.tasks.embedding.files import (
     DOCUMENT,
@@ -23,7 +22,7 @@ from rapidformer.tasks.embedding.files import (
     SentenceFiles,
     read_recipe,
 )
-from rapidformer.tasks.embedding.objective import embed_texts
+from rapidformer.tasks.embedding.objective import Batch, embed_texts, leave_out
 from rapidformer.tasks.text.text import get_context_length
 
 _OPTIONS = {"output_value": "sentence_embedding", "precision": "float32"}

@@ -160,9 +160,8 @@ class SentenceTransformerTrainer(PairTrainer):
         _, tokenizer, recipe, length = self._parts
         texts = [columns.query, columns.positive, *columns.negatives]
         recipe = replace(recipe, prompts={**recipe.prompts, **self._read_prompts(texts)})
-        return self.task.prepare_tables(
-            self._build_parts(tokenizer, length), recipe, tables, columns
-        )
+        parts = self._build_parts(tokenizer, length)._replace(recipe=recipe)
+        return self.task.encode_tables(parts, tables, columns)
 
     def _read_prompts(self, texts: list[str]) -> dict[str, str]:
         """The prompts of the arguments, by what they are put before."""

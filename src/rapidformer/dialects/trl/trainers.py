@@ -30,7 +30,7 @@ from rapidformer.objectives import Context, Objective
 from rapidformer.objectives.objective import AskedModel
 from rapidformer.objectives.reference import REFERENCE
 from rapidformer.tasks.base import PreparedData, Task
-from rapidformer.tasks.evaluation.frozen import add_context
+from rapidformer.tasks.evaluation.evaluating import add_context
 from rapidformer.tasks.grpo.rewards import weigh
 from rapidformer.tasks.grpo.task import Grpo
 from rapidformer.tasks.registry import get_task
@@ -133,7 +133,7 @@ class TRLTrainer(TaskTrainer):
             settings = settings.replace("the model's positions", seq_length=limit)
         length = get_max_length(settings, self.processing_class, model.config)
         parts = TextParts(model.config, self.processing_class, length, settings)
-        return self.task.prepare_tables(parts, tables)  # type: ignore[attr-defined]
+        return self.task.prepare_tables(parts, tables)
 
     def build_settings(self) -> Settings:
         config = self.config_class.__name__

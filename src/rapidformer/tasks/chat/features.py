@@ -25,7 +25,7 @@ from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, find_la
 from rapidformer.tasks.rows.rows import (
     as_table,
     drop_columns,
-    filter_rows,
+    filter_stream,
     get_column,
     has_columns,
     is_row_stream,
@@ -245,7 +245,7 @@ def drop_left_out(features: Any, split: str, numbers: Sequence[int] | None = Non
     for reason, rows in by_reason.items():
         warn("%s: dropped %d of %d examples: %s", split, len(rows), len(reasons), shown[reason])
     if is_row_stream(features):
-        return Kept(filter_rows(features, lambda row: not row["left_out"]))
+        return Kept(filter_stream(features, lambda row: not row["left_out"]))
     if not by_reason:
         return Kept(features)
     kept = [place for place, reason in enumerate(reasons) if not reason]

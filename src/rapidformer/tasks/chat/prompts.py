@@ -17,9 +17,8 @@ from rapidformer.tasks.base import Row
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import ChatEncoder, build_encoder, tokenize_prompts
 from rapidformer.tasks.chat.turns import BadRowError, ChatRows, Message, name_rows, split_answer
-from rapidformer.tasks.rows.columns import find_column
-from rapidformer.tasks.rows.rows import get_column, get_column_names, map_rows
-from rapidformer.tasks.text.text import TEXT, tokenize
+from rapidformer.tasks.rows.rows import get_column, map_rows
+from rapidformer.tasks.text.text import tokenize
 
 
 def name_column(rows: Sequence[Row], tokenizer: Any, args: DataArguments) -> str:
@@ -43,11 +42,10 @@ def build_system(args: GenerationArguments) -> list[Message]:
 
 
 def encode_beginnings(
-    table: list[dict[str, Any]], tokenizer: Any, length: int, args: Settings
+    table: list[dict[str, Any]], column: str, tokenizer: Any, length: int, args: Settings
 ) -> tuple[Any, dict[str, Any]]:
     """Encode texts to be continued as they are."""
     _check_has_turns(args)
-    column = str(find_column(TEXT, get_column_names(table), args))
     # A prompt that is too long is cut at the beginning: the continuation depends on its end.
     tokenizer.truncation_side = "left"
 

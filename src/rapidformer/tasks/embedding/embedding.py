@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError, ModelError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables, Task
 from rapidformer.tasks.embedding.columns import (
     NEGATIVE,
     POSITIVE,
@@ -26,22 +26,13 @@ from rapidformer.tasks.embedding.files import QUERY as QUERY_PROMPT
 from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, EmbeddingTally
 from rapidformer.tasks.metrics.tally import Tally
 from rapidformer.tasks.rows.columns import ColumnRole, as_optional, find_column
-from rapidformer.tasks.rows.rows import (
-    as_rows,
-    check_column,
-    get_column,
-    get_column_names,
-    get_first_table,
-    get_splits,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.rows import get_column, get_column_names, has_columns, is_row_stream
 from rapidformer.tasks.text.text import TextParts, get_context_length, load_text_parts
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from rapidformer.tasks.embedding.collate import ItemCollator
-    from rapidformer.tasks.embedding.losses import LossSettings
+    from rapidformer.tasks.embedding.objective import ItemCollator, LossSettings
 
 _LOSSES = ("infonce", "cosent", "cosine", "triplet", "margin_mse")
 _OF_PAIRS = ("cosent", "cosine")
@@ -60,9 +51,8 @@ class PairTask(Task):
     columns = (QUERY, POSITIVE, NEGATIVE, SCORE)
     greater_is_better = True
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        if has_answers:
-            find_pair_columns(rows, args)
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> PairColumns | None:
+        return find_pair_columns(rows, args, has_answers=has_answers)
 
 
 class Embedding(PairTask):
@@ -79,17 +69,20 @@ class Embedding(PairTask):
     metrics = ("loss", "pearson", "spearmanr", "triplet_accuracy", *RANKING_METRICS)
     answer_keys = frozenset({"embedding", "similarity"})
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        tables = get_splits(args, splits)
-        columns = find_pair_columns(get_first_table(tables), args)
-        return self.prepare_tables(*_load(args), tables, columns)
+    def load_parts(self, args: Settings) -> TextParts:
+        from rapidformer.models.adapter_folder import find_files
+        from rapidformer.models.location import get_model_location
 
-    def prepare_tables(
-        self, parts: TextParts, saved: Recipe, tables: Mapping[str, Any], columns: PairColumns
-    ) -> PreparedData:
-        """Rows with these columns; ``saved`` is what the model brings."""
+        location = find_files(get_model_location(args), "modules.json")
+        saved = read_recipe(location, args.pooling, args.cache_dir)
+        return load_pair_parts(args, saved.length)._replace(recipe=saved)
+
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> PairColumns | None:
+        return super().choose_columns(rows, args, has_answers=True) if has_answers else None
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: PairColumns) -> PreparedData:
         loss = _choose_loss(columns, parts)
-        recipe = _choose_recipe(parts, loss.name, saved)
+        recipe = _choose_recipe(parts, loss.name)
         columns = replace(
             columns, score=columns.score if loss.name in _NEEDS_SCORES else None,
             negatives=() if loss.name in _OF_PAIRS else columns.negatives,
@@ -107,13 +100,11 @@ class Embedding(PairTask):
         prepared = parts.prepare(features, extras, collate=collate)
         return _add_recipe(prepared, parts, recipe, loss)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        from rapidformer.tasks.embedding.losses import LossSettings
+    def encode_input(self, parts: TextParts, table: list[Record], columns: None) -> PreparedData:
+        from rapidformer.tasks.embedding.objective import LossSettings
 
-        parts, saved = _load(args)
-        table = as_rows(rows, args.text_column or "text")
-        recipe = _choose_recipe(parts, "infonce", saved)
-        items, prompt = _read_input(table, args)
+        recipe = _choose_recipe(parts, "infonce")
+        items, prompt = _read_input(table, parts.args)
         features = encode_items(items, parts, recipe, prompt)
         prepared = parts.prepare_input(features, {"rows": {"test": table}})
         prepared = replace(prepared, collate=build_collator({"test": features}, parts))
@@ -147,12 +138,8 @@ class Embedding(PairTask):
         is_scored = prepared.extras["loss"].name in _OF_PAIRS
         return ("spearmanr" if is_scored else "ndcg@10"), True
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows = prepared.extras["rows"][split]
-        return [
-            (dict(row) if isinstance(row, dict) else {}) | _describe(record["vectors"])
-            for row, record in zip(rows, records, strict=True)
-        ]
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        return dict(prepared.extras["rows"][split][number]) | _describe(record["vectors"])
 
 
 def _describe(vectors: Any) -> dict[str, Any]:
@@ -183,7 +170,7 @@ def load_pair_parts(args: Settings, length: int | None = None) -> TextParts:
 
 def build_collator(features: Mapping[str, Any], parts: TextParts) -> ItemCollator:
     """For items with as many texts and scores as any of these has."""
-    from rapidformer.tasks.embedding.collate import ItemCollator
+    from rapidformer.tasks.embedding.objective import ItemCollator
     from rapidformer.tasks.text.text import build_text_collator
 
     pads = build_text_collator(parts.tokenizer).pad_values
@@ -205,8 +192,7 @@ def encode_splits(
             features = encode(columns.read(values, indices, split, joins=joins))
             return {name: [feature[name] for feature in features] for name in features[0]}
 
-        for name in columns.get_names():
-            check_column(rows, split, name)
+        has_columns(rows, split, columns.get_names(), may_lack=())
         return parts.map_rows(rows, encode_batch, columns, *key)
 
     return {split: encode_split(split, rows) for split, rows in tables.items()}
@@ -215,7 +201,7 @@ def encode_splits(
 def _choose_loss(columns: PairColumns, parts: TextParts) -> LossSettings:
     """What was asked for, or what the columns are for; errors say what the data lacks."""
     from rapidformer.models.configuration import get_size
-    from rapidformer.tasks.embedding.losses import LossSettings
+    from rapidformer.tasks.embedding.objective import LossSettings
 
     args = parts.args
     default = "infonce"
@@ -241,19 +227,10 @@ def _choose_loss(columns: PairColumns, parts: TextParts) -> LossSettings:
     )  # fmt: skip
 
 
-def _load(args: Settings) -> tuple[TextParts, Recipe]:
-    """What the model brings."""
-    from rapidformer.models.adapter_folder import find_files
-    from rapidformer.models.location import get_model_location
-
-    location = find_files(get_model_location(args), "modules.json")
-    saved = read_recipe(location, args.pooling, args.cache_dir)
-    return load_pair_parts(args, saved.length), saved
-
-
-def _choose_recipe(parts: TextParts, loss: str, saved: Recipe) -> Recipe:
+def _choose_recipe(parts: TextParts, loss: str) -> Recipe:
     """What was asked for, what the model brings, or the defaults."""
-    args, normalizes = parts.args, saved.normalizes
+    args, saved = parts.args, parts.recipe
+    normalizes = saved.normalizes
     if args.normalize_embeddings is not None:
         normalizes = args.normalize_embeddings
     given = {QUERY_PROMPT: args.query_prompt, DOCUMENT: args.document_prompt}
@@ -351,7 +328,7 @@ def _compute_loss(records: Sequence[Mapping[str, Any]], loss: LossSettings) -> t
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from rapidformer.tasks.embedding.losses import Items, compute_losses
+    from rapidformer.tasks.embedding.objective import Items, compute_losses
 
     def join(name: str, value: float = 0.0) -> torch.Tensor:
         rows = [torch.as_tensor(record[name]) for record in records]

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row
-from rapidformer.tasks.embedding.columns import (
-    SCORE,
-    Item,
-    PairColumns,
-    find_pair_columns,
-    group_rows,
-    hash_text,
-)
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
+from rapidformer.tasks.embedding.columns import SCORE, Item, PairColumns, group_rows, hash_text
 from rapidformer.tasks.embedding.embedding import (
     Features,
     PairTask,
@@ -27,13 +20,7 @@ from rapidformer.tasks.embedding.embedding import (
 )
 from rapidformer.tasks.metrics.retrieval import RANKING_METRICS, RerankingTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.rows import (
-    as_full_rows,
-    get_column,
-    get_first_table,
-    get_splits,
-    to_rows,
-)
+from rapidformer.tasks.rows.rows import get_column, to_rows
 from rapidformer.tasks.text.text import TextParts
 
 if TYPE_CHECKING:
@@ -60,15 +47,12 @@ class Reranking(PairTask):
     metrics = ("loss", "accuracy", "spearmanr", *RANKING_METRICS)
     answer_keys = frozenset({"score", "scores"})
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_pair_parts(args)
-        tables = get_splits(args, splits)
-        columns = find_pair_columns(get_first_table(tables), args)
-        return self.prepare_tables(parts, tables, columns)
+    needs_rows = "a query and a document"
 
-    def prepare_tables(
-        self, parts: TextParts, tables: Mapping[str, Any], columns: PairColumns
-    ) -> PreparedData:
+    def load_parts(self, args: Settings) -> TextParts:
+        return load_pair_parts(args)
+
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: PairColumns) -> PreparedData:
         from rapidformer.tasks.embedding.objective import RerankingObjective
 
         args = parts.args
@@ -85,10 +69,9 @@ class Reranking(PairTask):
         prepared = parts.prepare(features, extras, head, collate=collate)
         return replace(prepared, objective=RerankingObjective(loss, args.positive_weight))
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = load_pair_parts(args)
-        table = as_full_rows(rows, "reranking needs a query and a document")
-        columns = find_pair_columns(table, args, has_answers=False)
+    def encode_input(
+        self, parts: TextParts, table: list[Record], columns: PairColumns
+    ) -> PreparedData:
         features = encode_pairs(columns.read_input(table), parts)
         activation = read_activation(parts.config)
         extras = {"rows": {"test": table}, "is_raw": activation == _IDENTITY}
@@ -124,11 +107,9 @@ class Reranking(PairTask):
         is_ranked = prepared.extras["lists"] and prepared.extras["loss"] != "mse"
         return ("ndcg@10", True) if is_ranked else ("loss", False)
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows = prepared.extras["rows"][split]
-        is_raw = prepared.extras.get("is_raw", False)
-        pairs = zip(rows, records, strict=True)
-        return [dict(row) | _describe(r["logits"], is_raw=is_raw) for row, r in pairs]
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        shown = _describe(record["logits"], is_raw=prepared.extras.get("is_raw", False))
+        return dict(prepared.extras["rows"][split][number]) | shown
 
 
 def _describe_head(activation: str) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from rapidformer.config import Settings
 from rapidformer.data.folders import name_splits
@@ -18,11 +20,13 @@ from rapidformer.data.named_sets import NamedSet, load_set, read_sets
 from rapidformer.data.sources import as_list, load_splits
 from rapidformer.engine import RapidformerEngine
 from rapidformer.engine.evaluation import gather_rounds, run_batches
-from rapidformer.errors import DataError
+from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.log import get_logger
+from rapidformer.models.location import is_from_scratch
+from rapidformer.objectives import Context
+from rapidformer.objectives.reference import REFERENCE
 from rapidformer.strict_json import drop_not_finite, format_json
-from rapidformer.tasks.base import PreparedData, Record, Task
-from rapidformer.tasks.evaluation.frozen import add_frozen_models
+from rapidformer.tasks.base import FrozenModel, PreparedData, Record, Task
 from rapidformer.tasks.evaluation.predicting import compose_task_model, show_progress
 from rapidformer.tasks.evaluation.samples import SampleAnswers
 from rapidformer.tasks.metrics.tally import ReportTable, Tally, start_table
@@ -243,3 +247,44 @@ class EvaluationReport:
         text = StringIO()
         self.show(Console(file=text, width=120))
         return "\n".join(line.rstrip() for line in text.getvalue().strip().splitlines())
+
+
+def compose_frozen_models(
+    engine: RapidformerEngine, task: Task, prepared: PreparedData
+) -> dict[str, nn.Module]:
+    """What the task builds, beside the model that learns."""
+    built = task.build_frozen_models(engine.args, prepared)
+    return {name: _compose(engine, model) for name, model in built.items()}
+
+
+def _compose(engine: RapidformerEngine, model: FrozenModel) -> nn.Module:
+    beside = engine.model.compose_beside(
+        model.module, precision=model.precision, layout=model.layout
+    )
+    return beside.parallelized.model
+
+
+def add_context(prepared: PreparedData, context: Context) -> PreparedData:
+    """The data with what evaluations may ask besides the model."""
+    parts = {name: add_context(part, context) for name, part in prepared.parts.items()}
+    return replace(prepared, parts=parts, extras={**prepared.extras, "context": context})
+
+
+def add_frozen_models(
+    engine: RapidformerEngine, task: Task, prepared: PreparedData
+) -> PreparedData:
+    """The same for a model that is not trained; its reference is what its run started from."""
+    asked = task.build_objective(engine.args).frozen
+    if not asked:
+        return prepared
+    models = compose_frozen_models(engine, task, prepared)
+    if REFERENCE in asked and REFERENCE not in models:
+        start = engine.args.replace("the reference", load=None, lora_rank=None, peft_config=None)
+        if is_from_scratch(start):
+            raise ConfigurationError(
+                f"evaluating --task {task.name} needs the model that the run started from: give it "
+                "with --pretrained-model-name-or-path."
+            )
+        reference = FrozenModel(task.build_model(start, prepared), engine.args.reference_precision)
+        models[REFERENCE] = _compose(engine, reference)
+    return add_context(prepared, Context(frozen=models))

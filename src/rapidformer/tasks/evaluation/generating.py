@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ConfigurationError, ModelError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
+from rapidformer.tasks.base import Batch, PreparedData, Record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,17 +115,15 @@ def generate_records(
     return [{"generated": row} for row in answers]
 
 
-def describe_answers(records: Sequence[Record], prepared: PreparedData) -> Answers:
-    """What was asked of each row, the model's answers and, if the row has one, the expected one."""
+def describe_answers(record: Record, prepared: PreparedData, number: int) -> dict[str, Any]:
+    """What was asked in a row, the model's answers and, if the row has one, the expected one."""
     extras = prepared.extras
-    result = []
-    for record, row, wanted in zip(records, extras["shown"], extras["expected"], strict=True):
-        texts = decode_answers(record["generated"], prepared.processor, extras["generation"])
-        if extras["is_answer"]:
-            texts = [text.strip() for text in texts]
-        more = {} if wanted is None else {"expected": wanted}
-        result.append({**row, "generated": texts if texts[1:] else texts[0], **more})
-    return result
+    texts = decode_answers(record["generated"], prepared.processor, extras["generation"])
+    if extras["is_answer"]:
+        texts = [text.strip() for text in texts]
+    wanted = extras["expected"][number]
+    more = {} if wanted is None else {"expected": wanted}
+    return {**extras["shown"][number], "generated": texts if texts[1:] else texts[0], **more}
 
 
 def decode_answers(answers: Sequence[Any], tokenizer: Any, generation: Generation) -> list[str]:

@@ -72,7 +72,7 @@ def _iterate(
             start=done, advance=advance,
         )  # fmt: skip
         for (first, last), records in zip(pairwise(ends), groups, strict=True):
-            answers = task.predictions(records, task.take_rows(prepared, first, last), "test")
+            answers = task.predictions(records, prepared, "test", first)
             asked = (rows[number] for number in range(first, last))
             yield [_join(row, answer, task) for row, answer in zip(asked, answers, strict=True)]
 

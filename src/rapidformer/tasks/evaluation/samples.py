@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from rapidformer.log import get_logger
 from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Task
 from rapidformer.tasks.evaluation.generating import Generation, decode_answers, generate
 from rapidformer.tasks.metrics.tally import ConfusionTable, ReportTable
-from rapidformer.tasks.rows.rows import get_column, take_first
+from rapidformer.tasks.rows.rows import get_column
 
 _ROWS = 6
 _LONGEST = 1200
@@ -38,13 +37,8 @@ class SampleAnswers:
 
     def describe(self) -> list[dict[str, Any]]:
         """One dictionary per row; none if the task cannot tell."""
-        extras = dict(self._prepared.extras)
         try:
-            for name, most in (("rows", _ROWS), ("windows", self._wanted)):
-                if name in extras:
-                    extras[name] = {self._split: take_first(extras[name][self._split], most)}
-            prepared = replace(self._prepared, extras=extras)
-            answers = self._task.predictions(self._records, prepared, self._split)
+            answers = self._task.predictions(self._records, self._prepared, self._split)
         except Exception as reason:
             get_logger().debug("no samples for the run's page: %s", reason)
             return []

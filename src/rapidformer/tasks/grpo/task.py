@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.objective_sections import GrpoArguments
-from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError, RapidformerError
-from rapidformer.tasks.base import Batch, PreparedData, Record
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
 from rapidformer.tasks.chat.columns import (
     CONTEXT,
@@ -23,7 +22,6 @@ from rapidformer.tasks.chat.columns import (
     SYSTEM,
     TOOLS,
     ChatColumns,
-    find_chat_columns,
     holds_turns,
 )
 from rapidformer.tasks.evaluation.generating import divide_length
@@ -34,9 +32,9 @@ from rapidformer.tasks.grpo.rewards import (
     read_answers,
     score,
 )
-from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import as_optional, find_column
-from rapidformer.tasks.rows.rows import RowList, get_column_names
+from rapidformer.tasks.metrics.tally import MeanTally, Tally
+from rapidformer.tasks.rows.columns import as_optional
+from rapidformer.tasks.rows.rows import get_column_names
 from rapidformer.tasks.text.text import (
     TEXT,
     TextParts,
@@ -79,21 +77,26 @@ class Grpo(CausalLM):
         except RapidformerError as error:
             yield str(error)
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
-        columns = find_prompts(rows, args)
-        if columns is None:
-            find_column(TEXT, get_column_names(rows), args)
+    def check_head(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+        super().check_head(rows, args, has_answers=has_answers)
         if has_answers and not any(self.find_problems(args)):
             for function in self._get_functions(args):
                 function.check(get_column_names(rows))
 
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> Any:
+        """The columns of the prompts, which may be texts or messages."""
+        columns = super().choose_columns(rows, args, has_answers=False)
+        if isinstance(columns, str) or not (has_answers and columns.prompt):
+            return columns
+        if not holds_turns(rows, columns.prompt):
+            return columns
+        return ChatColumns(messages=columns.prompt, tools=columns.tools)
+
     def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
         self._get_functions(args)  # before anything slow
-        parts = load_text_parts(args, allows_towers=True)
-        return self.prepare_tables(parts, parts.get_splits(splits))
+        return super().prepare(args, splits)
 
-    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
-        """The rows of these splits, with this tokenizer."""
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
         args = parts.args
         functions = self._get_functions(args)
         check_is_causal(parts.config, args)
@@ -103,9 +106,12 @@ class Grpo(CausalLM):
             rows = [dict(row) for row in table]
             for function in functions:
                 function.check(get_column_names(rows))
-            features[split], stop_id = encode_prompts(rows, split, parts.tokenizer, room, args)
+            columns = self.choose_columns(rows, args, has_answers=True)  # a split's own
+            features[split], stop_id = encode_prompts(
+                rows, split, columns, parts.tokenizer, room, args
+            )
         extras = {
-            "mode": "reward", "functions": functions, "new_tokens": new_tokens, "stop_id": stop_id,
+            "functions": functions, "new_tokens": new_tokens, "stop_id": stop_id,
         }  # fmt: skip
         collate = PromptCollator(build_text_collator(parts.tokenizer, side="left"))
         return parts.prepare(features, extras, collate=collate)
@@ -117,8 +123,7 @@ class Grpo(CausalLM):
     def build(self, args: Settings, tokenizer: Any, config: Any) -> Objective:
         """The objective of a model with this tokenizer and configuration."""
         from rapidformer.tasks.grpo.objective import GrpoLoss, GrpoObjective
-        from rapidformer.tasks.grpo.rollouts import Rollouts
-        from rapidformer.tasks.grpo.sampling import Sampling
+        from rapidformer.tasks.grpo.rollouts import Rollouts, Sampling
 
         _, new_tokens = _divide_length(args, tokenizer, config)
         sampling = Sampling(
@@ -137,10 +142,8 @@ class Grpo(CausalLM):
         )  # fmt: skip
         return GrpoObjective(loss, rollouts, sampling.temperature)
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        if prepared.extras["mode"] != "reward":
-            return super().evaluate_step(model, batch, prepared)
-        from rapidformer.tasks.grpo.sampling import generate_whole
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+        from rapidformer.tasks.grpo.rollouts import generate_whole
 
         functions, tokenizer = prepared.extras["functions"], prepared.processor
         drawn = generate_whole(model, batch, tokenizer, prepared.extras["new_tokens"])
@@ -151,7 +154,7 @@ class Grpo(CausalLM):
         except DataError as error:  # the tally raises it, on every rank
             return [{"loss": 0.0, "count": 0, "problem": str(error)}] * len(drawn)
         return [
-            {"loss": 0.0, "count": 0, "reward": reward, "length": len(ids)}
+            {"loss": 0.0, "count": 0, "shown": {"reward": reward, "mean_length": len(ids)}}
             for reward, ids in zip(rewards, drawn, strict=True)
         ]
 
@@ -159,22 +162,14 @@ class Grpo(CausalLM):
         return RewardTally()
 
 
-class RewardTally(Tally):
-    """The mean reward and length of answers."""
-
-    _reward, _length = 0.0, 0
+class RewardTally(MeanTally):
+    """The mean reward and length of answers; there is no loss."""
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         problem = next((r["problem"] for r in records if "problem" in r), None)
         if problem is not None:
             raise DataError(problem)
-        self._reward += sum(record["reward"] for record in records)
-        self._length += sum(record["length"] for record in records)
-        self.examples += len(records)
-
-    def score(self) -> dict[str, float]:
-        count = max(self.examples, 1)
-        return {"reward": self._reward / count, "mean_length": self._length / count}
+        super().add(records)
 
     def compute(self) -> dict[str, float]:
         return self.score()
@@ -195,36 +190,28 @@ class PromptCollator:
         return {**batch, "rows": rows, "seeds": seeds}
 
 
-def find_prompts(rows: Any, args: DataArguments) -> ChatColumns | None:
-    """The columns of the prompts, which may be texts or messages; None if they are plain text."""
-    columns = find_chat_columns(rows, args, TEXT, has_answers=False)
-    if columns is not None and columns.prompt is not None and holds_turns(rows, columns.prompt):
-        return ChatColumns(messages=columns.prompt, tools=columns.tools)
-    return columns
-
-
 def _divide_length(args: Settings, tokenizer: Any, config: Any) -> tuple[int, int]:
     limit = args.seq_length or get_context_length(tokenizer, config)
     return divide_length(limit, args, _DEFAULT_NEW_TOKENS)
 
 
 def encode_prompts(
-    rows: list[dict[str, Any]], split: str, tokenizer: Any, length: int, args: Settings
-) -> tuple[RowList, int | None]:
+    rows: list[dict[str, Any]], split: str, columns: ChatColumns | str, tokenizer: Any,
+    length: int, args: Settings,
+) -> tuple[list[Any], int | None]:  # fmt: skip
     """Items of prompts with what their reward functions get, and the token that ends a turn."""
     from rapidformer.tasks.chat.prompts import encode_beginnings, encode_questions
 
-    columns = find_prompts(rows, args)
-    if columns is None:
-        name = str(find_column(TEXT, get_column_names(rows), args))
-        features, extras = encode_beginnings(rows, tokenizer, length, args)
+    if isinstance(columns, str):
+        name = columns
+        features, extras = encode_beginnings(rows, name, tokenizer, length, args)
         prompts = [row[name] for row in rows]
     else:
         name = str(columns.messages or columns.prompt)
         features, extras = encode_questions(rows, columns, tokenizer, length, args, split)
         prompts = [shown[name] for shown in extras["shown"]]
     names = get_column_names(rows)
-    items = RowList()
+    items: list[dict[str, Any]] = []
     for number, (feature, row, prompt) in enumerate(zip(features, rows, prompts, strict=True), 1):
         others = {column: row.get(column) for column in names if column != name}
         facts = {"prompt": prompt, "columns": others, "place": f"{split}, row {number}"}

@@ -18,12 +18,11 @@ from rapidformer.tasks.chat.turns import (
     BadRowError,
     Message,
     build_turns,
-    find_last_answer,
     read_messages,
     split_answer,
 )
 from rapidformer.tasks.rows.columns import as_optional, find_column
-from rapidformer.tasks.rows.images import IMAGES
+from rapidformer.tasks.rows.named_files import IMAGES
 from rapidformer.tasks.rows.rows import get_column_names
 from rapidformer.tasks.text.text import TEXT
 
@@ -43,11 +42,6 @@ class Conversation(NamedTuple):
         """The first turns, and their images."""
         messages = self.messages[:count]
         return Conversation(messages, self.images[: count_marks(messages)])
-
-    def cut_after_last_answer(self) -> Conversation:
-        """Turns after it have no effect on any loss."""
-        end = find_last_answer(self.messages)
-        return self.cut(end) if end else self
 
     def split_answer(self) -> tuple[Conversation, str | None]:
         """The conversation up to the requested answer, and that answer if the row has it."""

@@ -99,12 +99,6 @@ class ImageEncoder:
         first = {name: data.pop(name) for name in ("input_ids", "attention_mask")}
         return dict(BatchFeature({**first, **data}, tensor_type="pt")), places, expansions
 
-    def build_blank(self) -> Any:
-        """A small image that shows nothing."""
-        from PIL import Image
-
-        return Image.new("RGB", _BLANK)
-
     def _adds_special(self, text: str) -> bool:
         """As transformers does it in ``processor.apply_chat_template``."""
         begin = self.processor.tokenizer.bos_token
@@ -182,9 +176,11 @@ class AnswerCollator:
         rendered = [self._render(row) for row in rows]
         texts, images = [row.text for row in rendered], [row["images"] for row in rows]
         if self.shows_images and not any(images):
+            from PIL import Image
+
             shortest = min(range(len(rows)), key=lambda number: len(texts[number]))
             texts[shortest] += self.encoder.image_token
-            images[shortest] = [self.encoder.build_blank()]
+            images[shortest] = [Image.new("RGB", _BLANK)]
         batch, places, expansions = self.encoder.encode(texts, images, "right")
         is_label = torch.from_numpy(np.stack([
             find_labels(*row)

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from rapidformer.config import Settings
-from rapidformer.config.task_sections import DataArguments
-from rapidformer.data.files import without_decoding
-from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.errors import DataError, ModelError
 from rapidformer.log import warn_once
 from rapidformer.models.build import load_processor
 from rapidformer.models.configuration import load_config
 from rapidformer.models.location import get_model_location
-from rapidformer.tasks.base import PreparedData, Row
+from rapidformer.tasks.base import PreparedData, Record, Tables
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import ChatEncoder
 from rapidformer.tasks.chat.prompts import build_system
 from rapidformer.tasks.chat.template import choose_template
 from rapidformer.tasks.chat.turns import BadRowError, name_rows
 from rapidformer.tasks.evaluation.generating import Generation, check_stop_strings, divide_length
-from rapidformer.tasks.image_text.conversations import find_image_columns, read_conversation
+from rapidformer.tasks.image_text.conversations import read_conversation
 from rapidformer.tasks.image_text.encoding import (
     AnswerCollator,
     ImageEncoder,
@@ -32,44 +29,34 @@ from rapidformer.tasks.image_text.encoding import (
     Rendered,
     get_image_token,
 )
-from rapidformer.tasks.image_text.rows import ImageTextRows, measure_rows
-from rapidformer.tasks.image_text.stream import ImageTextStream
-from rapidformer.tasks.rows.images import measure_image
-from rapidformer.tasks.rows.named_files import list_folders
-from rapidformer.tasks.rows.rows import (
-    as_rows,
-    get_column_names,
-    get_first_table,
-    get_splits,
-    has_columns,
-    is_row_stream,
-)
+from rapidformer.tasks.image_text.rows import ImageTextRows, ImageTextStream, measure_rows
+from rapidformer.tasks.rows.named_files import list_folders, measure_image
+from rapidformer.tasks.rows.rows import has_columns, is_row_stream
 from rapidformer.tasks.text.text import check_vocabulary, get_context_length, get_max_length
 
 _DEFAULT_LENGTH = 2048
 _DEFAULT_NEW_TOKENS = 256
 
 
-def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> PreparedData:
+def prepare_answers(
+    parts: ImageParts, tables: Tables, columns: ChatColumns, image_column: str | None
+) -> PreparedData:
     """Conversations to learn from."""
-    parts = _load_parts(args)
-    tables = {
-        split: without_decoding(rows, "Image", *get_column_names(rows))
-        for split, rows in get_splits(args, splits).items()
-    }
-    columns, image_column = find_image_columns(get_first_table(tables), args, has_answers=True)
-    chat = parts.describe_chat(columns, args)
+    args, encoder = parts.args, parts.encoder
+    chat = ChatEncoder(
+        encoder.processor.tokenizer, columns, encoder.template, parts.length, args.train_on_prompts
+    )
     features: dict[str, Any] = {}
     has_images = has_stream = False
     for split, table in tables.items():
         rows = ImageTextRows(table, split, columns, image_column, list_folders(args, split))
         is_labelled = has_columns(table, split, columns.get_names())
         if is_row_stream(table):
-            stream = ImageTextStream(rows, parts.encoder, chat)
+            stream = ImageTextStream(rows, encoder, chat)
             features[split], has_stream = stream.open(), True
             has_images |= stream.report()
             continue
-        measured = measure_rows(rows, parts.encoder, chat) if is_labelled else None
+        measured = measure_rows(rows, encoder, chat) if is_labelled else None
         features[split] = measured and replace(
             rows, numbers=measured.numbers, lengths=measured.lengths
         )
@@ -78,32 +65,31 @@ def prepare_answers(args: Settings, splits: Mapping[str, Any] | None) -> Prepare
         hint = "" if image_column else " and no column of them was found (--image-column)"
         warn_once(f"no row has an image{hint}: the model learns from text alone.")
     extras = {
-        "mode": "evaluate", "stop_id": chat.get_stop_id(),
+        "stop_id": chat.get_stop_id(),
         "labelled": {split: rows is not None for split, rows in features.items()},
         "placeholders": parts.get_placeholders(),
     }  # fmt: skip
-    collate = AnswerCollator(parts.encoder, has_images or has_stream)
+    collate = AnswerCollator(encoder, has_images or has_stream)
     return PreparedData(**features, collate=collate, extras=extras, **parts.get_processors())
 
 
-def prepare_questions(args: Settings, rows: Sequence[Row]) -> PreparedData:
+def prepare_questions(
+    parts: ImageParts, table: list[Record], columns: ChatColumns, image_column: str | None
+) -> PreparedData:
     """Conversations to be answered."""
-    parts = _load_parts(args)
-    tokenizer, limit = parts.encoder.processor.tokenizer, parts.length
+    args, tokenizer, limit = parts.args, parts.encoder.processor.tokenizer, parts.length
     if args.seq_length is None:
         limit = get_context_length(tokenizer, parts.config)
     length, new_tokens = divide_length(limit, args, _DEFAULT_NEW_TOKENS)
     generation = Generation.read(args, max_new_tokens=new_tokens)
     check_stop_strings(generation, tokenizer)
-    table = _show_images(as_rows(rows, args.prompt_column or "prompt"), args)
-    columns, image_column = find_image_columns(table, args, has_answers=False)
     questions = ImageTextRows(
         table, "input", columns, image_column, list_folders(args, "test"), range(len(table)),
         is_asked=True, system=build_system(args),
     )  # fmt: skip
     shown, expected = _check_questions(questions, parts.encoder, length)
     extras = {
-        "mode": "predict", "generation": generation, "prompt_length": length, "is_answer": True,
+        "generation": generation, "prompt_length": length, "is_answer": True,
         "labelled": {"test": False}, "shown": shown, "expected": expected,
         "stop_id": parts.encoder.template.get_stop_id(),
     }  # fmt: skip
@@ -111,20 +97,14 @@ def prepare_questions(args: Settings, rows: Sequence[Row]) -> PreparedData:
     return PreparedData(test=questions, collate=collate, extras=extras, **parts.get_processors())
 
 
-class _Parts(NamedTuple):
+class ImageParts(NamedTuple):
     """What every split needs."""
 
     config: Any
     """That of the language model."""
     encoder: ImageEncoder
     length: int
-
-    def describe_chat(self, columns: ChatColumns, args: DataArguments) -> ChatEncoder:
-        encoder = self.encoder
-        return ChatEncoder(
-            encoder.processor.tokenizer, columns, encoder.template, self.length,
-            args.train_on_prompts,
-        )  # fmt: skip
+    args: Settings
 
     def get_processors(self) -> dict[str, Any]:
         processor = self.encoder.processor
@@ -137,7 +117,7 @@ class _Parts(NamedTuple):
         return frozenset({token, *processor.image_token_ids})
 
 
-def _load_parts(args: Settings) -> _Parts:
+def load_image_parts(args: Settings) -> ImageParts:
     whole = load_config(args)
     if getattr(whole, "vision_config", None) is None:
         raise ModelError(
@@ -155,20 +135,8 @@ def _load_parts(args: Settings) -> _Parts:
     assert template is not None
     processor.chat_template = tokenizer.chat_template
     length = get_max_length(args, tokenizer, config, _DEFAULT_LENGTH)
-    return _Parts(config, ImageEncoder(processor, template, args.train_on_prompts), length)
-
-
-def _show_images(table: list[dict[str, Any]], args: DataArguments) -> list[dict[str, Any]]:
-    """The rows with the pictures of --image, if they have none of their own."""
-    column = args.image_column or "images"
-    if not args.image:
-        return table
-    if any(column in row for row in table):
-        raise ConfigurationError(
-            f"--image is for texts without images, and the rows have the column {column}: leave "
-            "one of them out."
-        )
-    return [{**row, column: list(args.image)} for row in table]
+    encoder = ImageEncoder(processor, template, args.train_on_prompts)
+    return ImageParts(config, encoder, length, args)
 
 
 def _check_questions(

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.chat.features import NO_ANSWER, ChatEncoder, drop_left_out, report_trained
-from rapidformer.tasks.chat.turns import BadRowError, name_rows
+from rapidformer.tasks.chat.turns import BadRowError, find_last_answer, name_rows
 from rapidformer.tasks.image_text.conversations import Conversation, read_conversation
 from rapidformer.tasks.image_text.encoding import ImageEncoder, Rendered
-from rapidformer.tasks.rows.images import measure_image, open_image
-from rapidformer.tasks.rows.rows import RowList, get_column
+from rapidformer.tasks.rows.named_files import measure_image, open_image
+from rapidformer.tasks.rows.rows import as_table, get_column, name_split
 
 Problems = dict[str, list[int]]
 """Why rows cannot be read, and their numbers from 1."""
@@ -64,7 +65,8 @@ class ImageTextRows:
     def read_row(self, row: Mapping[str, Any]) -> Conversation:
         conversation = read_conversation(row, self.columns, self.image_column)
         if not self.is_asked:
-            return conversation.cut_after_last_answer()
+            end = find_last_answer(conversation.messages)  # turns after it have no effect on a loss
+            return conversation.cut(end) if end else conversation
         asked = conversation.split_answer()[0]
         if asked.messages and asked.messages[0]["role"] == "system":
             return asked
@@ -99,7 +101,7 @@ def measure_rows(rows: ImageTextRows, encoder: ImageEncoder, chat: ChatEncoder) 
     refuse(problems, rows.split)
     if rows.split == "test" and set(get_column(features, "left_out")) == {NO_ANSWER}:
         return None
-    kept = drop_left_out(RowList(features), rows.split).features
+    kept = drop_left_out(features, rows.split).features
     report_trained(kept, rows.split, chat)
     if images:
         get_logger().info("images    %s: %s in %s rows", rows.split, f"{images:,}", f"{total:,}")
@@ -156,3 +158,50 @@ def refuse(problems: Problems, split: str) -> None:
         texts.append(f"{split}, {named}: {'each' if len(numbers) > 1 else 'it'} {reason}.")
     if texts:
         raise DataError(" ".join(texts))
+
+
+_EMPTY = Conversation([{"role": "user", "content": "."}], [])
+
+
+@dataclass(eq=False)
+class ImageTextStream:
+    """What becomes of the rows of a stream, which the rank reads that trains on them.
+
+    A row has its place in a batch before it is read. So one that is too long or has no answer stays
+    there, as a short text without labels or images, and adds nothing to any loss.
+    """
+
+    rows: ImageTextRows
+    encoder: ImageEncoder
+    chat: ChatEncoder
+
+    def __post_init__(self) -> None:
+        self._measured = self.rows.rows.then(self._measure, expands=False)
+
+    def report(self) -> bool:
+        """Report the first rows; whether any of them has an image."""
+        name, head = name_split(self.rows.split, self._measured), as_table(self._measured)
+        report_trained(drop_left_out(head, name).features, name, self.chat)
+        return any(feature["conversation"].images for feature in head)
+
+    def open(self) -> Any:
+        return self._measured.map_numbered(self._open)
+
+    def _measure(self, rows: Sequence[Mapping[str, Any]], numbers: Sequence[Any]) -> list[Any]:
+        """Read all of the rows but the pixels of their images."""
+        problems: Problems = defaultdict(list)
+        chunk = [(row, n, self._find_folders(n)) for row, n in zip(rows, numbers, strict=True)]
+        measured = measure_chunk(self.rows, chunk, self.encoder, self.chat, problems)
+        refuse(problems, self.rows.split)
+        return [{**feature, "conversation": conversation} for conversation, feature in measured]
+
+    def _open(self, feature: Mapping[str, Any], number: Any) -> dict[str, Any]:
+        conversation, place = feature["conversation"], self.rows.name_row(number)
+        if reason := feature["left_out"]:
+            return LeftOut({"conversation": _EMPTY, "images": [], "place": place}, reason)
+        folders = self._find_folders(number)
+        images = [open_image(image, place, folders) for image in conversation.images]
+        return {"conversation": conversation, "images": images, "place": place}
+
+    def _find_folders(self, number: Any) -> list[Path]:
+        return [Path(number.shard).parent, *self.rows.folders]

@@ -9,7 +9,7 @@ from typing import Any
 from rapidformer.config.task_sections import ModelArguments
 from rapidformer.errors import DataError, list_first
 from rapidformer.log import get_logger, warn
-from rapidformer.tasks.rows.rows import check_column, get_column, get_column_names
+from rapidformer.tasks.rows.rows import get_column, has_columns
 
 
 def is_unlabelled(values: Sequence[Any]) -> bool:
@@ -24,9 +24,7 @@ def collect_labels(
     values: dict[str, list[Any]] = {}
     labelled: dict[str, bool] = {}
     for split, rows in splits.items():
-        if split != "test":
-            check_column(rows, split, column)
-        cells = get_column(rows, column) if column in get_column_names(rows) else []
+        cells = get_column(rows, column) if has_columns(rows, split, [column]) else []
         labelled[split] = bool(cells) and not (split == "test" and is_unlabelled(cells))
         if labelled[split]:
             _check_present(cells, column, split)

@@ -1,10 +1,16 @@
-"""Accuracy, F1 and Matthews correlation by a confusion matrix; correlations and errors."""
+"""Accuracy, F1 and Matthews correlation by a confusion matrix; correlations and errors; entities.
+
+The rules for entities (boundaries and type must be right) are those of CoNLL's script and seqeval's
+default mode: an I- after O begins an entity; IOB1, IOB2 and IOBES all work. seqeval itself needs
+scikit-learn and all sentences in memory.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rapidformer.tasks.metrics.tally import (
@@ -44,7 +50,6 @@ class ClassTally(Tally):
     def add(self, records: Sequence[Record]) -> None:
         guesses = [int(record["logits"].argmax()) for record in records]
         self.add_labels(guesses, [record["label"] for record in records])
-        self.examples += len(records)
 
     def add_labels(self, guesses: Sequence[int], labels: Sequence[int]) -> None:
         import torch
@@ -110,12 +115,12 @@ class MultiLabelTally(Tally):
         predicted, wanted = torch.as_tensor(guesses), torch.as_tensor(labels)
         self._matrix.update(predicted, wanted)
         self._hits += int((predicted == wanted).all(dim=1).sum())
-        self.examples += len(labels)
 
     def score(self) -> dict[str, float]:
         _, averages = self._score_labels()
+        rows = int(self._matrix.confmat[0].sum())
         return {
-            "accuracy": self._hits / self.examples if self.examples else 0.0,
+            "accuracy": self._hits / rows if rows else 0.0,
             "f1": averages["micro avg"]["f1"],
             "f1_macro": averages["macro avg"]["f1"],
         }
@@ -161,7 +166,6 @@ class RegressionTally(Tally):
     def add(self, records: Sequence[Record]) -> None:
         predicted = [float(record["logits"][0]) for record in records]
         self.add_numbers(predicted, [float(record["label"]) for record in records])
-        self.examples += len(records)
 
     def add_numbers(self, predicted: Sequence[float], wanted: Sequence[float]) -> None:
         self._predicted.extend(predicted)
@@ -198,3 +202,98 @@ def _rank(values: torch.Tensor) -> torch.Tensor:
     _, place, counts = torch.unique(values, return_inverse=True, return_counts=True)
     ranks: torch.Tensor = counts.cumsum(0) - (counts.double() - 1) / 2
     return ranks[place]
+
+
+Entity = tuple[str, int, int]
+
+_BEGINS = frozenset("BS")
+_ENDS = frozenset("ES")
+
+
+def find_entities(tags: Sequence[str]) -> list[Entity]:
+    """(type, first, last) of every entity in one sentence."""
+    entities: list[Entity] = []
+    start, last_mark, last_kind = 0, "O", ""
+    for position, tag in enumerate([*tags, "O"]):
+        mark, kind = _split(tag)
+        has_changed = kind != last_kind
+        if last_mark != "O" and (
+            last_mark in _ENDS or mark in _BEGINS or mark == "O" or has_changed
+        ):
+            entities.append((last_kind, start, position - 1))
+        if mark != "O" and (
+            mark in _BEGINS or last_mark == "O" or last_mark in _ENDS or has_changed
+        ):
+            start = position
+        last_mark, last_kind = mark, kind
+    return entities
+
+
+def _split(tag: str) -> tuple[str, str]:
+    return (tag[:1] or "O"), (tag[1:].split("-", maxsplit=1)[-1] or "_")
+
+
+def has_entity_tags(names: Iterable[str]) -> bool:
+    """Whether tags mark entity boundaries (B-PER, I-PER, O), unlike part-of-speech tags."""
+    return all(name == "O" or name[:2] in {"B-", "I-", "E-", "S-", "L-", "U-"} for name in names)
+
+
+class EntityTally(Tally):
+    """Counts of entities by type, and of tags; records number a sentence's tags among ``names``."""
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        super().__init__()
+        self._names = list(names)
+        self._right: Counter[str] = Counter()
+        self._guessed: Counter[str] = Counter()
+        self._wanted: Counter[str] = Counter()
+        self._hits = self._tags = 0
+
+    def add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.add_tags(
+                [self._names[tag] for tag in record["guesses"]],
+                [self._names[tag] for tag in record["labels"]],
+            )
+
+    def add_tags(self, predicted: Sequence[str], expected: Sequence[str]) -> None:
+        guesses, truths = set(find_entities(predicted)), set(find_entities(expected))
+        self._right.update(kind for kind, _, _ in guesses & truths)
+        self._guessed.update(kind for kind, _, _ in guesses)
+        self._wanted.update(kind for kind, _, _ in truths)
+        self._hits += sum(p == e for p, e in zip(predicted, expected, strict=True))
+        self._tags += len(expected)
+
+    def score(self) -> dict[str, float]:
+        """Precision, recall and F1 of entities, and the accuracy of tags."""
+        scores = self._score_all()
+        del scores["support"]
+        return {**scores, "accuracy": self._hits / self._tags if self._tags else 0.0}
+
+    def score_types(self) -> dict[str, dict[str, float]]:
+        """Precision, recall, F1 and support of every type of entity."""
+        return {
+            kind: score_counts(self._right[kind], self._guessed[kind], self._wanted[kind])
+            for kind in sorted(self._guessed.keys() | self._wanted.keys())
+        }
+
+    def tables(self) -> list[ReportTable]:
+        """The scores of each type of entity, as seqeval reports them."""
+        rows = self.score_types()
+        averages = {"micro avg": self._score_all(), **average_scores(rows.values())}
+        return [ScoreTable("entities", "by entity", rows, averages)]
+
+    def _score_all(self) -> dict[str, float]:
+        return score_counts(self._right.total(), self._guessed.total(), self._wanted.total())
+
+
+class TagTally(ClassTally):
+    """Each tag counts by itself; even of two tags, neither is "the" positive one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(names)
+        self._has_positive = False
+
+    def add(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self.add_labels(record["guesses"], record["labels"])

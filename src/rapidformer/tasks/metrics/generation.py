@@ -99,7 +99,6 @@ class TextTally(Tally):
             chosen = [row for row, name in enumerate(pairs) if name == pair]
             scores = self._by_pair.setdefault(pair, TextScores())
             scores.add([texts[row] for row in chosen], [wanted[row] for row in chosen])
-        self.examples += len(records)
 
     def score(self) -> dict[str, float]:
         return {
@@ -213,7 +212,6 @@ class TranscriptTally(Tally):
             for name, (text, goal) in parts.items():
                 self._edits[name] += count_edits(text, goal)
                 self._sizes[name] += len(goal)
-        self.examples += len(records)
 
     def score(self) -> dict[str, float]:
         return {name: edits / max(self._sizes[name], 1) for name, edits in self._edits.items()}

@@ -19,10 +19,10 @@ from rapidformer.errors import ConfigurationError, DataError, MissingPackageErro
 from rapidformer.nearest import suggest
 from rapidformer.tasks.metrics.classification import (
     GLUE_METRICS,
+    EntityTally,
     compute_regression,
     compute_single_label,
 )
-from rapidformer.tasks.metrics.entities import EntityTally
 from rapidformer.tasks.metrics.generation import Bleu, compute_squad
 
 _Scores = dict[str, Any]

@@ -128,7 +128,6 @@ class RerankingTally(Tally):
         for record in records:
             pairs = zip(record["logits"].tolist(), record["scores"], strict=True)
             self._lists.setdefault(record["ids"][0], []).extend(pairs)
-        self.examples += len(records)
 
     def score(self) -> dict[str, float]:
         pairs = [pair for pairs in self._lists.values() for pair in pairs]

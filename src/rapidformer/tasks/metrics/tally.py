@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -151,10 +152,11 @@ class Tally(ABC):
             self._loss += record["loss"]
             self.terms += record["count"]
         self.add(records)
+        self.examples += len(records)
 
     @abstractmethod
     def add(self, records: Sequence[Record]) -> None:
-        """Add what the task's own metrics need, and count the examples."""
+        """Add what the task's own metrics need; each record is an example."""
 
     @abstractmethod
     def score(self) -> dict[str, float]:
@@ -173,37 +175,33 @@ class Tally(ABC):
         return {"loss": self.get_mean_loss(), **self.score()}
 
 
-class TokenTally(Tally):
-    """Perplexity, and the fraction of the labelled tokens that were predicted."""
-
-    _hits = 0
-
-    def add(self, records: Sequence[Record]) -> None:
-        self._hits += sum(record["hits"] for record in records)
-        self.examples += len(records)
-
-    def score(self) -> dict[str, float]:
-        return {
-            "perplexity": compute_perplexity(self.get_mean_loss()),
-            "accuracy": self._hits / self.terms if self.terms else 0.0,
-        }
-
-
-class DistillationTally(TokenTally):
-    """Also the two parts of the loss, each per labelled token."""
+class MeanTally(Tally):
+    """The means of what records show: ``shown`` are numbers of examples, ``by_token`` sums over
+    tokens with their counts, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._parts = {"divergence_loss": 0.0, "label_loss": 0.0}
+        self._sums: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     def add(self, records: Sequence[Record]) -> None:
-        super().add(records)
-        for name in self._parts:
-            self._parts[name] += sum(record[name] for record in records)
+        for record in records:
+            shown = {name: (value, 1) for name, value in record.get("shown", {}).items()}
+            for name, (value, count) in {**shown, **record.get("by_token", {})}.items():
+                self._sums[name] += value
+                self._counts[name] += count
 
     def score(self) -> dict[str, float]:
-        means = {name: total / max(self.terms, 1) for name, total in self._parts.items()}
-        return {**means, **super().score(), "perplexity": compute_perplexity(means["label_loss"])}
+        return {name: total / max(self._counts[name], 1) for name, total in self._sums.items()}
+
+
+class TokenTally(MeanTally):
+    """Also the perplexity: of the labels, if the loss has other parts."""
+
+    def score(self) -> dict[str, float]:
+        means = super().score()
+        loss = means.get("label_loss", self.get_mean_loss())
+        return {"perplexity": compute_perplexity(loss), **means}
 
 
 class ChoiceTally(Tally):
@@ -213,7 +211,6 @@ class ChoiceTally(Tally):
 
     def add(self, records: Sequence[Record]) -> None:
         self._hits += sum(int(record["logits"].argmax()) == record["label"] for record in records)
-        self.examples += len(records)
 
     def score(self) -> dict[str, float]:
         return {"accuracy": self._hits / self.examples if self.examples else 0.0}

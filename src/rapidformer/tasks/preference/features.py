@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import DataError
 from rapidformer.log import get_logger, warn
 from rapidformer.tasks.base import IGNORED_LABEL, Batch, check_row_texts
@@ -27,21 +26,17 @@ from rapidformer.tasks.chat.features import (
     join_splits,
 )
 from rapidformer.tasks.chat.turns import ChatRows, name_rows
-from rapidformer.tasks.preference.columns import PreferenceColumns, find_preference_columns
-from rapidformer.tasks.preference.examples import Example, read_examples
+from rapidformer.tasks.preference.examples import Example, PreferenceColumns, read_examples
 from rapidformer.tasks.preference.losses import LossSettings
-from rapidformer.tasks.rows.columns import find_column
 from rapidformer.tasks.rows.rows import (
     as_table,
     drop_columns,
     get_column,
-    get_column_names,
-    get_first_table,
     has_columns,
     map_rows,
     name_split,
 )
-from rapidformer.tasks.text.text import TEXT, TextParts
+from rapidformer.tasks.text.text import TextParts
 
 if TYPE_CHECKING:
     import torch
@@ -72,21 +67,13 @@ class PreferenceEncoder:
                 *self.chat.get_key())  # fmt: skip
 
 
-class Samples(NamedTuple):
-    """What the splits have become; a test split without answers is None."""
-
-    features: dict[str, Any]
-    encoder: PreferenceEncoder
-    facts: dict[str, Any]
-    """About the splits: which have answers, and how many rows were dropped."""
-
-
 def encode_tables(
-    parts: TextParts, tables: Mapping[str, Any], *, is_paired: bool, **options: Any
-) -> Samples:
+    parts: TextParts, tables: Mapping[str, Any], columns: PreferenceColumns, *, is_paired: bool,
+    **options: Any,
+) -> tuple[dict[str, Any], PreferenceEncoder, dict[str, Any]]:  # fmt: skip
+    """The splits (None: a test split without answers), how they were encoded, and facts about them:
+    which have answers, and how many rows were dropped."""
     args = parts.args
-    first = get_first_table(tables)
-    columns = find_preference_columns(first, args, may_be_single=not is_paired)
     chat = _build_plain_encoder(parts)
     if columns.has_turns or columns.has_prompt:
         kind = _TURNS if columns.has_turns else _TEXTS
@@ -96,7 +83,7 @@ def encode_tables(
     kept = {split: _encode_split(rows, split, encoder, workers) for split, rows in tables.items()}
     features, facts = join_splits(kept)
     facts["row_names"] = ("chosen", "rejected") if is_paired else ("answer",)
-    return Samples(features, encoder, facts)
+    return features, encoder, facts
 
 
 def _build_plain_encoder(parts: TextParts) -> ChatEncoder:
@@ -147,17 +134,16 @@ def _encode(
 
 
 def encode_answers(
-    table: list[dict[str, Any]], columns: ChatColumns | None, args: DataArguments, parts: TextParts
+    table: list[dict[str, Any]], columns: ChatColumns | str, parts: TextParts
 ) -> Any:
     """Texts, or prompts with their answers, as a reward model reads them."""
-    if columns is None:
+    if isinstance(columns, str):
         chat = _build_plain_encoder(parts)
-        column = str(find_column(TEXT, get_column_names(table), args))
-        texts = check_row_texts([row.get(column) for row in table], column, "input")
+        texts = check_row_texts([row.get(columns) for row in table], columns, "input")
         rest = {"prompt": "", "context": "", "system": ""}
         table = [{"response": text, **rest} for text in texts]
     else:
-        chat = build_encoder(parts.tokenizer, columns, args, parts.length)
+        chat = build_encoder(parts.tokenizer, columns, parts.args, parts.length)
 
     def encode(cells: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         chats = ChatRows(cells, indices, "input", chat.columns)

@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from rapidformer.tasks.metrics.tally import Record, Tally
+from rapidformer.tasks.metrics.tally import MeanTally, Record, Tally
 
 Combine = Callable[[float, Mapping[str, float]], float]
 
 
-class PairTally(Tally):
+class PairTally(MeanTally):
     """Means over pairs, and means over tokens."""
 
-    def __init__(self, combine: Combine | None = None) -> None:
+    def __init__(self, combine: Combine) -> None:
         """``combine`` makes the loss of the mean over pairs and the means over tokens."""
         super().__init__()
         self._combine = combine
-        self._sums: Counter[str] = Counter()
-        self._token_sums: Counter[str] = Counter()
-        self._tokens: Counter[str] = Counter()
-
-    def add(self, records: Sequence[Record]) -> None:
-        for record in records:
-            for name, value in record["shown"].items():
-                self._sums[name] += value
-            for name, (value, tokens) in record["by_token"].items():
-                self._token_sums[name] += value
-                self._tokens[name] += tokens
-        self.examples += len(records)
 
     def get_mean_loss(self) -> float:
-        loss = super().get_mean_loss()
-        return loss if self._combine is None else self._combine(loss, self._get_token_means())
-
-    def score(self) -> dict[str, float]:
-        means = {name: total / max(self.examples, 1) for name, total in self._sums.items()}
-        return {**means, **self._get_token_means()}
-
-    def _get_token_means(self) -> dict[str, float]:
-        return {name: total / self._tokens[name] for name, total in self._token_sums.items()}
+        return self._combine(super().get_mean_loss(), self.score())
 
 
-class RewardTally(PairTally):
-    """Also the range of all rewards."""
+class RewardTally(MeanTally):
+    """Means over pairs, and the range of all rewards."""
 
     _least, _most = float("inf"), float("-inf")
 
@@ -80,7 +59,6 @@ class AnswerTally(Tally):
             self._tokens[is_good] += record["tokens"]
             self._others += record["other"]
             self._entropies += record["entropies"]
-        self.examples += len(records)
 
     def _get_baseline(self) -> float:
         return max(0.0, self._others / self.examples) if self.examples > 1 else 0.0

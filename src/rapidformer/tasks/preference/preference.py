@@ -6,16 +6,14 @@ what was learnt alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables
 from rapidformer.tasks.causal_lm import CausalLM, check_is_causal
-from rapidformer.tasks.evaluation.generating import generate_records
-from rapidformer.tasks.preference.columns import ANSWER, LABEL, PAIR_ROLES, find_preference_columns
+from rapidformer.tasks.preference.examples import ANSWER, LABEL, PAIR_ROLES, find_preference_columns
 from rapidformer.tasks.rows.rows import to_rows
-from rapidformer.tasks.text.text import TextParts, build_text_collator, load_text_parts
+from rapidformer.tasks.text.text import TextParts, build_text_collator
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,18 +44,12 @@ class Preference(CausalLM):
     uses_dropout = False
     reads_as = ("causal_lm",)
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> Any:
         if has_answers:
-            find_preference_columns(rows, args, may_be_single=args.loss == "kto")
-        else:
-            super().check_columns(rows, args, has_answers=False)
+            return find_preference_columns(rows, args, may_be_single=args.loss == "kto")
+        return super().choose_columns(rows, args, has_answers=False)
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts = load_text_parts(args, allows_towers=True)
-        return self.prepare_tables(parts, parts.get_splits(splits))
-
-    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
-        """The rows of these splits, with this tokenizer."""
+    def encode_tables(self, parts: TextParts, tables: Tables, columns: Any) -> PreparedData:
         from rapidformer.tasks.preference.features import (
             AnswerCollator,
             PairCollator,
@@ -70,9 +62,9 @@ class Preference(CausalLM):
         args = parts.args
         check_is_causal(parts.config, args)
         is_paired = args.loss != "kto"
-        features, encoder, facts = encode_tables(parts, tables, is_paired=is_paired)
+        features, encoder, facts = encode_tables(parts, tables, columns, is_paired=is_paired)
         extras = {
-            "mode": "evaluate", "stop_id": encoder.chat.get_stop_id(),
+            "stop_id": encoder.chat.get_stop_id(),
             "objective": self.build_objective(args), **facts,
         }  # fmt: skip
         pad = build_text_collator(parts.tokenizer, side="right")
@@ -96,12 +88,10 @@ class Preference(CausalLM):
             return KTOObjective(settings, args.seq_length)
         return PairObjective(settings)
 
-    def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
+    def score(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
         from rapidformer.objectives import Context
         from rapidformer.tasks.preference.objective import KTOObjective
 
-        if prepared.extras["mode"] == "predict":
-            return generate_records(model, batch, prepared)
         objective = prepared.extras["objective"]
         context = prepared.extras.get("context", Context())
         if isinstance(objective, KTOObjective):
@@ -123,8 +113,3 @@ class Preference(CausalLM):
         if isinstance(objective, KTOObjective):
             return AnswerTally(objective.settings.beta, objective.sum_losses)
         return PairTally(objective.combine)
-
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        if prepared.extras["mode"] == "predict":
-            return super().predictions(records, prepared, split)
-        return [dict(record.get("shown", record)) for record in records]

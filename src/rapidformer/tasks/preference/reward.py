@@ -7,21 +7,21 @@ has none, do not end with it. Training and any other program then score the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task
-from rapidformer.tasks.chat.columns import RESPONSE, ChatColumns, find_chat_columns
-from rapidformer.tasks.preference.columns import (
+from rapidformer.tasks.base import Batch, PreparedData, Record, Tables, Task
+from rapidformer.tasks.chat.columns import RESPONSE, find_chat_columns
+from rapidformer.tasks.preference.examples import (
     MARGIN,
     PAIR_ROLES,
     REJECTED,
+    PreferenceColumns,
     find_preference_columns,
 )
 from rapidformer.tasks.rows.columns import as_optional, find_column
-from rapidformer.tasks.rows.rows import as_rows, get_column_names, get_splits
+from rapidformer.tasks.rows.rows import get_column_names
 from rapidformer.tasks.text.text import TEXT, TextParts, build_text_collator, load_text_parts
 
 if TYPE_CHECKING:
@@ -47,36 +47,48 @@ class Reward(Task):
     uses_dropout = False
     streams = True
 
-    def check_columns(self, rows: list[Record], args: Settings, *, has_answers: bool) -> None:
+    def load_parts(self, args: Settings) -> TextParts:
+        """The tokenizer pads with a token that ends no answer, if it has one."""
+        parts = load_text_parts(args)
+        tokenizer = parts.tokenizer
+        if tokenizer.pad_token_id == tokenizer.eos_token_id:
+            pads = (token for token in tokenizer.all_special_tokens if "pad" in token.lower())
+            own = (None, tokenizer.eos_token)
+            spare = (token for token in (tokenizer.unk_token, *pads) if token not in own)
+            tokenizer.pad_token = next(spare, tokenizer.pad_token)
+        return parts
+
+    def choose_columns(self, rows: Any, args: Settings, *, has_answers: bool) -> Any:
+        """Those of pairs or, to predict on, of texts, conversations, or prompts with answers."""
         if has_answers:
-            find_preference_columns(rows, args, may_be_single=False)
-        else:
-            _find_answers(rows, args)
+            return find_preference_columns(rows, args, may_be_single=False)
+        names = get_column_names(rows)
+        if find_column(as_optional(REJECTED), names, args) is not None:
+            raise DataError(
+                "predict scores answers one by one, and these rows are pairs: give texts, "
+                "conversations, or prompts with answers. `rapidformer evaluate` compares pairs."
+            )
+        chat = find_chat_columns(rows, args, TEXT, has_answers=True)
+        return chat or str(find_column(TEXT, names, args))
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        return self.prepare_tables(_load_parts(args), get_splits(args, splits))
-
-    def prepare_tables(self, parts: TextParts, tables: Mapping[str, Any]) -> PreparedData:
-        """The rows of these splits, with this tokenizer."""
+    def encode_tables(
+        self, parts: TextParts, tables: Tables, columns: PreferenceColumns
+    ) -> PreparedData:
         from rapidformer.tasks.preference.features import PairCollator, encode_tables
 
         stripped = parts.tokenizer.pad_token_id
         features, _, facts = encode_tables(
-            parts, tables, is_paired=True, cuts=False, stripped=stripped
+            parts, tables, columns, is_paired=True, cuts=False, stripped=stripped
         )
         extras = {"objective": self.build_objective(parts.args), **facts}
         head = {"num_labels": 1, "pad_token_id": stripped}
         pad = build_text_collator(parts.tokenizer, side="right")
         return parts.prepare(features, extras, head, collate=PairCollator(pad, ("input_ids",)))
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        """Texts, conversations that end with an answer, or prompts with answers."""
+    def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
         from rapidformer.tasks.preference.features import encode_answers
 
-        parts = _load_parts(args)
-        table = as_rows(rows, args.text_column or "text")
-        columns = _find_answers(table, args)
-        features = encode_answers(table, columns, args, parts)
+        features = encode_answers(table, columns, parts)
         return parts.prepare_input(features, {"rows": {"test": table}}, side="right")
 
     def build_objective(self, args: Settings) -> Objective:
@@ -99,31 +111,6 @@ class Reward(Task):
 
         return RewardTally()
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        rows = prepared.extras.get("rows", {}).get(split) or [{}] * len(records)
-        return [{**row, **record} for row, record in zip(rows, records, strict=True)]
-
-
-def _find_answers(rows: list[Record], args: Settings) -> ChatColumns | None:
-    """The columns of conversations or prompts with answers; None for texts."""
-    names = get_column_names(rows)
-    if find_column(as_optional(REJECTED), names, args) is not None:
-        raise DataError(
-            "predict scores answers one by one, and these rows are pairs: give texts, "
-            "conversations, or prompts with answers. `rapidformer evaluate` compares pairs."
-        )
-    return find_chat_columns(rows, args, TEXT, has_answers=True)
-
-
-def _load_parts(args: Settings) -> TextParts:
-    """The tokenizer pads with a token that ends no answer, if it has one."""
-    parts = load_text_parts(args)
-    tokenizer = parts.tokenizer
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
-        spare = [
-            tokenizer.unk_token,
-            *(t for t in tokenizer.all_special_tokens if "pad" in t.lower()),
-        ]
-        other = next((token for token in spare if token not in (None, tokenizer.eos_token)), None)
-        tokenizer.pad_token = other or tokenizer.pad_token
-    return parts
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        rows = prepared.extras.get("rows", {}).get(split)
+        return {**(rows[number] if rows else {}), **record}

@@ -89,7 +89,9 @@ class NextToken(PretrainingObjective):
         """The loss of each token, and further losses that the model returns."""
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
         if hidden is not None:
-            inputs["attention_mask"] = _to_additive(hidden)
+            # As an additive mask, which all attention kernels accept.
+            mask = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+            inputs["attention_mask"] = mask.masked_fill(hidden, torch.finfo(torch.float32).min)
         if positions is not None:
             inputs["position_ids"] = positions
         return _compare(model(**inputs).logits, labels, "none").view_as(labels), []
@@ -178,9 +180,3 @@ def _compare(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     return functional.cross_entropy(
         flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction=reduction
     )
-
-
-def _to_additive(hidden: Tensor) -> Tensor:
-    """Megatron's mask (True = hidden) as an additive mask, which all attention kernels accept."""
-    mask = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    return mask.masked_fill(hidden, torch.finfo(torch.float32).min)

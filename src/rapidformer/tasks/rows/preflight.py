@@ -297,7 +297,7 @@ def _check_columns(args: Settings, task: Task, rows: list[Any], *, has_answers: 
     if not rows or not all(isinstance(row, dict) for row in rows):
         return []
     try:
-        task.check_columns(rows, args, has_answers=has_answers)
+        task.check_head(rows, args, has_answers=has_answers)
     except RapidformerError as error:
         return [str(error)]
     return []

@@ -33,13 +33,6 @@ _BATCH = 1000
 _CACHED_ROWS = 2000
 
 
-class RowList(list[Any]):
-    """A list of rows that a loader can read many of at once, like a `datasets.Dataset`."""
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
 def get_splits(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
     """The given or loaded splits under our names, cut to --max-..-samples."""
     from rapidformer.data.folders import name_splits
@@ -67,7 +60,7 @@ def _open_rows(split: str, rows: Any, args: DataArguments, limit: int | None) ->
 
 def as_table(rows: Any) -> Any:
     """The rows, or the first ones of a stream."""
-    return RowList(rows.head) if is_row_stream(rows) else rows
+    return list(rows.head) if is_row_stream(rows) else rows
 
 
 def name_split(split: str, rows: Any) -> str:
@@ -95,7 +88,7 @@ def take_rows(rows: Any, first: int, count: int) -> Any:
 def select_rows(rows: Any, numbers: Sequence[int]) -> Any:
     if _is_dataset(rows):
         return rows.select(numbers)
-    return RowList(rows[number] for number in numbers)
+    return [rows[number] for number in numbers]
 
 
 def get_column_names(rows: Any) -> list[str]:
@@ -116,25 +109,18 @@ def get_column(rows: Any, name: str) -> list[Any]:
     return list(rows[name][:])
 
 
-def has_columns(rows: Any, split: str, names: Sequence[str]) -> bool:
-    """Whether a split has the columns of its labels; only a test split may go without."""
+def has_columns(
+    rows: Any, split: str, names: Sequence[str], *, may_lack: Sequence[str] = ("test",)
+) -> bool:
+    """Whether a split has the columns that others have; only a test split may go without labels."""
     available = get_column_names(rows)
     missing = [name for name in names if name not in available]
-    if missing and split != "test":
+    if missing and split not in may_lack:
         raise DataError(
-            f"{split} has no column {' and no '.join(missing)}: all splits need the same columns."
+            f"{split} has no column {' and no '.join(missing)}, only {', '.join(available)}: all "
+            "splits need the same columns."
         )
     return not missing
-
-
-def check_column(rows: Any, split: str, column: str) -> None:
-    """Refuse a split that lacks a column which others have."""
-    names = get_column_names(rows)
-    if column not in names:
-        raise DataError(
-            f"{split} has no column {column}, only {', '.join(names)}: all splits need the same "
-            "columns."
-        )
 
 
 def get_class_names(rows: Any, name: str) -> tuple[str, ...] | None:
@@ -160,11 +146,13 @@ def map_rows(
         return rows.then(step, expands=not is_one_to_one)
     if not _is_dataset(rows):
         return _map_list(rows, function)
+    import datasets
+
     if rows.format["type"] is not None:
         rows = rows.with_format(None)
     text = repr((get_fingerprint(rows), _hash_own_code(), *key))
     fingerprint = hashlib.sha256(text.encode()).hexdigest()[:32]
-    if len(rows) < _CACHED_ROWS or not _is_caching():
+    if len(rows) < _CACHED_ROWS or not datasets.is_caching_enabled():
         return _map_table(rows, function, workers, fingerprint)
     return _map_once(rows, function, workers, fingerprint)
 
@@ -217,17 +205,8 @@ def _map_once(rows: Any, function: RowFunction, workers: int | None, fingerprint
     return features
 
 
-def _is_caching() -> bool:
-    import datasets
-
-    return bool(datasets.is_caching_enabled())
-
-
-def filter_rows(rows: Any, is_kept: Callable[[dict[str, Any]], bool]) -> Any:
-    """The rows that are kept, of a stream or a table."""
-    if is_row_stream(rows):
-        return rows.then(lambda part, _: [row for row in part if is_kept(row)], expands=True)
-    return select_rows(rows, [number for number, row in enumerate(rows) if is_kept(row)])
+def filter_stream(rows: Any, is_kept: Callable[[dict[str, Any]], bool]) -> Any:
+    return rows.then(lambda part, _: [row for row in part if is_kept(row)], expands=True)
 
 
 def drop_columns(features: Any, names: Sequence[str]) -> Any:
@@ -235,16 +214,12 @@ def drop_columns(features: Any, names: Sequence[str]) -> Any:
         return features.then(lambda part, _: drop_columns(part, names), expands=False)
     if _is_dataset(features):
         return features.remove_columns([n for n in names if n in features.column_names])
-    return RowList({k: v for k, v in row.items() if k not in names} for row in features)
+    return [{k: v for k, v in row.items() if k not in names} for row in features]
 
 
-def keep_columns(features: Any, names: Sequence[str]) -> Any:
-    return drop_columns(features, [n for n in get_column_names(features) if n not in names])
-
-
-def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> RowList:
+def _map_list(rows: Sequence[dict[str, Any]], function: RowFunction) -> list[Any]:
     names = get_column_names(rows)
-    features = RowList()
+    features: list[Any] = []
     for start in range(0, len(rows), _BATCH):
         part = rows[start : start + _BATCH]
         features += _map_part(part, list(range(start, start + len(part))), function, names)
@@ -269,13 +244,6 @@ def as_rows(rows: Sequence[dict[str, Any] | str], column: str) -> list[dict[str,
     if not rows:
         raise DataError("There are no rows to predict on.")
     return [{column: row} if isinstance(row, str) else dict(row) for row in rows]
-
-
-def as_full_rows(rows: Sequence[dict[str, Any] | str], needed: str) -> list[dict[str, Any]]:
-    """Rows to predict on, for a task that needs more than a plain string."""
-    if any(isinstance(row, str) for row in rows):
-        raise DataError(f"{needed}: give a file with these columns.")
-    return as_rows(rows, "")
 
 
 def _is_dataset(rows: Any) -> bool:

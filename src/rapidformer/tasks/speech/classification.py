@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from rapidformer.config import Settings
 from rapidformer.errors import DataError
-from rapidformer.tasks.base import Batch, PreparedData, Records, Row
+from rapidformer.tasks.base import Batch, PreparedData, Record, Records, Tables
 from rapidformer.tasks.labels.labels import SINGLE, get_model_classes, read_labels
-from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.rows.rows import (
-    Columns,
-    as_rows,
-    get_column,
-    get_column_names,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.rows.rows import Columns, is_row_stream
 from rapidformer.tasks.sequence_classification import FileClassifier, describe_outputs
 from rapidformer.tasks.speech.audio import AUDIO
-from rapidformer.tasks.speech.recognition import freeze_feature_encoder
 from rapidformer.tasks.speech.rows import (
     AudioParts,
     AudioRows,
-    build_rows,
-    load_audio_parts,
-    load_tables,
+    AudioTask,
     measure_rows,
-    stream_rows,
+    prepare_rows,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +30,7 @@ LABEL = ColumnRole(
 )  # fmt: skip
 
 
-class AudioClassification(FileClassifier):
+class AudioClassification(AudioTask, FileClassifier):
     name = "audio_classification"
     description = "classify audio: words, speakers, languages, sounds (wav2vec 2.0, Whisper, AST)"
     notes = "See [Speech and audio](speech.md)."
@@ -48,11 +38,9 @@ class AudioClassification(FileClassifier):
     auto_class = "AutoModelForAudioClassification"
     answer_role = LABEL.name
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts, tables = load_audio_parts(args), load_tables(args, splits)
-        columns = find_columns((LABEL, AUDIO), get_column_names(next(iter(tables.values()))), args)
+    def encode_tables(self, parts: AudioParts, tables: Tables, columns: Any) -> PreparedData:
         audio, label = columns["audio"], columns["label"]
-        space, labelled = read_labels(tables, label, args, get_model_classes(parts.config))
+        space, labelled = read_labels(tables, label, parts.args, get_model_classes(parts.config))
         if space.problem_type != SINGLE:
             raise DataError(
                 f"the column {label} holds numbers or lists: a recording has one class here, a "
@@ -62,38 +50,25 @@ class AudioClassification(FileClassifier):
         def encode(values: Columns, first: int) -> Columns:
             return {"labels": [space.encode(value) for value in values.get(label, [None])]}
 
-        rows = {}
-        for split, table in tables.items():
-            if is_row_stream(table):
-                rows[split] = stream_rows(table, audio, parts, encode)
-                continue
-            raw, features = measure_rows(table, split, audio, parts)
-            encoded = None
-            if labelled[split]:
-                encoded = [space.encode(value) for value in get_column(table, label)]
-            rows[split] = build_rows(raw, features, split, audio, parts, labels=encoded)
+        key = (label, space)
+        rows = {
+            split: prepare_rows(
+                table, split, audio, parts, encode if labelled[split] else None, key
+            )
+            for split, table in tables.items()
+        }
         extras = {"names": space.names, "problem_type": space.problem_type, "labelled": labelled}
         return self._finish(parts, rows, extras, space.get_model_settings())
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
-        parts = load_audio_parts(args)
-        table = as_rows(rows, args.audio_column or "audio")
-        column = str(find_column(AUDIO, get_column_names(table), args))
+    def encode_input(self, parts: AudioParts, table: list[Record], columns: Any) -> PreparedData:
+        column = columns["audio"]
         measure_rows(table, "test", column, parts)
         audio = AudioRows.cut(table, column, "test", parts, [[0.0]] * len(table))
         extras = {**describe_outputs(parts.config), "labelled": {"test": False}}
         return self._finish(parts, {"test": audio}, extras, {})
 
-    def build_model(
-        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
-    ) -> nn.Module:
-        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
-        if not must_be_trained:
-            freeze_feature_encoder(model, args)
-        return model
-
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> Records:
-        from rapidformer.tasks.speech.spec_augment import drop_seeds
+        from rapidformer.tasks.speech.losses import drop_seeds
 
         return super().evaluate_step(model, drop_seeds(batch), prepared)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.compat.patches import quieten
@@ -16,29 +16,19 @@ from rapidformer.config import Settings
 from rapidformer.config.objective_sections import SpeechArguments
 from rapidformer.config.task_sections import GenerationArguments
 from rapidformer.errors import ConfigurationError, DataError
-from rapidformer.log import get_logger
-from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Row, Task, check_row_texts
+from rapidformer.tasks.base import Answers, Batch, PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.evaluation.generating import Generation
 from rapidformer.tasks.metrics.generation import TranscriptTally
 from rapidformer.tasks.metrics.tally import Tally
-from rapidformer.tasks.rows.columns import ColumnRole, find_column, find_columns
-from rapidformer.tasks.rows.rows import (
-    Columns,
-    as_rows,
-    get_column,
-    get_column_names,
-    has_columns,
-    is_row_stream,
-)
+from rapidformer.tasks.rows.columns import ColumnRole
+from rapidformer.tasks.rows.rows import Columns, get_column, has_columns, is_row_stream
 from rapidformer.tasks.speech.audio import AUDIO
 from rapidformer.tasks.speech.rows import (
     AudioParts,
     AudioRows,
-    build_rows,
-    load_audio_parts,
-    load_tables,
+    AudioTask,
     measure_rows,
-    stream_rows,
+    prepare_rows,
 )
 from rapidformer.tasks.speech.transcripts import Transcripts, get_speech_task, load_transcripts
 
@@ -57,7 +47,7 @@ _QUIET = quieten("transformers")
 """Whisper's ``generate`` warns of settings that it passes on itself."""
 
 
-class SpeechRecognition(Task):
+class SpeechRecognition(AudioTask):
     name = "speech_recognition"
     description = "write down what is said (Whisper; wav2vec 2.0, HuBERT and others with CTC)"
     notes = (
@@ -71,12 +61,11 @@ class SpeechRecognition(Task):
     answer_keys = frozenset({"text"})
     best_metric = "wer"
     metrics = ("wer", "cer", "loss")
-    row_extras = ("names", "counts")
+    tally_reads_rows = True
     streams = True
 
-    def prepare(self, args: Settings, splits: Mapping[str, Any] | None = None) -> PreparedData:
-        parts, tables = load_audio_parts(args), load_tables(args, splits)
-        columns = find_columns((AUDIO, TEXT), get_column_names(next(iter(tables.values()))), args)
+    def encode_tables(self, parts: AudioParts, tables: Tables, columns: Any) -> PreparedData:
+        args = parts.args
         text, train = columns["text"], tables.get("train")
 
         def read_texts() -> list[str]:
@@ -92,30 +81,27 @@ class SpeechRecognition(Task):
             parts, None if train is None else read_texts, has_answers=True
         )
         labelled = {split: has_columns(rows, split, [text]) for split, rows in tables.items()}
-        built = {
+        rows = {
             split: _prepare_split(
-                rows, split, columns["audio"], text if labelled[split] else None, transcripts
+                table, split, columns["audio"], text if labelled[split] else None, transcripts
             )
-            for split, rows in tables.items()
+            for split, table in tables.items()
         }
-        extras = {"labelled": labelled, "wanted": {split: pair[1] for split, pair in built.items()}}
-        rows = {split: pair[0] for split, pair in built.items()}
         # Metrics are those of the likeliest texts, so sampling is for predictions only.
         generation = Generation(
             num_beams=args.num_beams, max_new_tokens=_limit_tokens(args, transcripts)
         )
-        return _finish(transcripts, args, rows, {**extras, "generation": generation})
+        extras = {"labelled": labelled, "generation": generation}
+        return _finish(transcripts, args, rows, extras)
 
-    def prepare_for_prediction(self, args: Settings, rows: Sequence[Row]) -> PreparedData:
+    def encode_input(self, parts: AudioParts, table: list[Record], columns: Any) -> PreparedData:
+        args, column = parts.args, columns["audio"]
         if args.num_return_sequences != 1 or args.stop_strings:
             raise ConfigurationError(
                 "a recording has one transcript, which ends with it: leave out "
                 "--num-return-sequences and --stop-strings."
             )
-        parts = load_audio_parts(args)
         transcripts = load_transcripts(parts, None, has_answers=False)
-        table = as_rows(rows, args.audio_column or "audio")
-        column = str(find_column(AUDIO, get_column_names(table), args))
         _, features = measure_rows(table, "test", column, parts)
         windows = _cut_windows([row["seconds"] for row in features], parts)
         audio = AudioRows.cut(table, column, "test", parts, windows)
@@ -134,21 +120,18 @@ class SpeechRecognition(Task):
     def build_model(
         self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
     ) -> nn.Module:
-        from rapidformer.models.build import build_pretrained
-
         transcripts: Transcripts = prepared.extras["transcripts"]
-        model = build_pretrained(
-            "AutoModelForSpeechSeq2Seq" if transcripts.writes else self.auto_class, args,
-            must_be_trained=must_be_trained, **prepared.model_settings,
-        )  # fmt: skip
-        if not must_be_trained:
-            freeze_feature_encoder(model, args)
+        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
         if transcripts.writes:
             _set_generation(model, args, transcripts.generation)
         return model
 
+    def get_auto_class(self, prepared: PreparedData) -> str:
+        writes = prepared.extras["transcripts"].writes
+        return "AutoModelForSpeechSeq2Seq" if writes else self.auto_class
+
     def evaluate_step(self, model: nn.Module, batch: Batch, prepared: PreparedData) -> list[Record]:
-        from rapidformer.tasks.speech.spec_augment import drop_seeds
+        from rapidformer.tasks.speech.losses import drop_seeds
 
         inputs = drop_seeds(batch)
         step = _write if prepared.extras["transcripts"].writes else _spell
@@ -156,22 +139,30 @@ class SpeechRecognition(Task):
 
     def build_tally(self, prepared: PreparedData, split: str) -> Tally:
         transcripts: Transcripts = prepared.extras["transcripts"]
-        wanted = prepared.extras["wanted"][split]
+        rows: Any = prepared.get_split(split)
 
         def read(first: int, count: int) -> list[str]:
-            return [transcripts.score(wanted[n]) for n in range(first, first + count)]
+            return [transcripts.score(rows.read(n, "text")) for n in range(first, first + count)]
 
         return TranscriptTally(
             lambda record: transcripts.score(transcripts.decode(record["transcript"])), read
         )
 
-    def predictions(self, records: list[Record], prepared: PreparedData, split: str) -> Answers:
-        transcripts, pieces = prepared.extras["transcripts"], iter(records)
-        answers: Answers = []
-        for name, windows in zip(*(prepared.extras[key] for key in self.row_extras), strict=True):
-            texts = [transcripts.decode(next(pieces)["transcript"]) for _ in range(windows)]
-            answers.append({"audio": name, "text": " ".join(filter(None, texts))})
-        return answers
+    def predictions(
+        self, records: Sequence[Record], prepared: PreparedData, split: str, first: int = 0
+    ) -> Answers:
+        transcripts, counts = prepared.extras["transcripts"], prepared.extras["counts"][first:]
+        texts = [transcripts.decode(record["transcript"]) for record in records]
+        ends = [end for end in accumulate(counts, initial=0) if end <= len(texts)]
+        return [
+            self.answer_row({"texts": texts[start:end]}, prepared, split, number)
+            for number, (start, end) in enumerate(pairwise(ends), start=first)
+        ]
+
+    def answer_row(self, record: Record, prepared: PreparedData, split: str, number: int) -> Record:
+        """The transcript of a recording, by those of its windows."""
+        text = " ".join(filter(None, record["texts"]))
+        return {"audio": prepared.extras["names"][number], "text": text}
 
 
 def _finish(
@@ -198,26 +189,10 @@ def _limit_tokens(args: GenerationArguments, transcripts: Transcripts) -> int:
     return min(args.max_new_tokens or transcripts.most_tokens, transcripts.most_tokens)
 
 
-def freeze_feature_encoder(model: Any, args: Settings) -> None:
-    """Freeze the convolutions on raw audio: asked for, or because the weights are pretrained."""
-    from rapidformer.models.location import is_from_scratch
-
-    wanted = args.freeze_feature_encoder
-    freeze = getattr(model, "freeze_feature_encoder", None)
-    if wanted and freeze is None:
-        raise ConfigurationError(
-            f"--freeze-feature-encoder: {type(model).__name__} has no convolutions on raw audio."
-        )
-    if freeze is not None and (not is_from_scratch(args) if wanted is None else wanted):
-        freeze()
-        get_logger().info("frozen    the feature encoder (convolutions on raw audio)")
-
-
 def _prepare_split(
     table: Any, split: str, audio: str, text: str | None, transcripts: Transcripts
-) -> tuple[Any, Any]:
-    """The rows of a split, and the transcript of each, if it is a table."""
-    from rapidformer.tasks.speech.spec_augment import masks_time
+) -> Any:
+    from rapidformer.tasks.speech.losses import masks_time
     from rapidformer.tasks.text.text import get_tokenizer_key
 
     parts = transcripts.parts
@@ -232,19 +207,10 @@ def _prepare_split(
 
     # The mask tells SpecAugment which of a Whisper's 30 seconds are real.
     has_mask = transcripts.writes and masks_time(parts.config)
-    if is_row_stream(table):
-        refuse = transcripts.refuse
-        return stream_rows(table, audio, parts, encode, refuse, has_mask=has_mask), None
     start = getattr(parts.config, "decoder_start_token_id", None)
     key = (text, get_tokenizer_key(transcripts.tokenizer), parts.args.normalize_text, start)
-    table, features = measure_rows(
-        table, split, audio, parts, None if text is None else encode, key
-    )
-    rows = build_rows(
-        table, features, split, audio, parts, None if text is None else transcripts.refuse,
-        has_mask=has_mask,
-    )  # fmt: skip
-    return rows, None if text is None else rows.choose(features, "text")
+    learns = (None, key, None) if text is None else (encode, key, transcripts.refuse)
+    return prepare_rows(table, split, audio, parts, *learns, has_mask=has_mask)
 
 
 def _cut_windows(seconds: Sequence[float], parts: AudioParts) -> list[list[float]]:

@@ -7,7 +7,7 @@ sample of silence without labels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,14 +15,13 @@ from rapidformer.config import Settings
 from rapidformer.data.files import without_decoding
 from rapidformer.data.streams.left_out import LeftOut
 from rapidformer.errors import ConfigurationError, DataError, count
-from rapidformer.log import warn
-from rapidformer.tasks.base import IGNORED_LABEL, PreparedData
+from rapidformer.log import get_logger, warn
+from rapidformer.tasks.base import IGNORED_LABEL, PreparedData, Record, Row, Task
 from rapidformer.tasks.rows.named_files import list_folders, name_file
 from rapidformer.tasks.rows.rows import (
     Columns,
+    as_rows,
     get_column,
-    get_column_names,
-    get_splits,
     is_row_stream,
     map_rows,
     to_rows,
@@ -31,6 +30,7 @@ from rapidformer.tasks.speech.audio import Clip, open_clip
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import nn
 
     from rapidformer.objectives import Objective
 
@@ -79,7 +79,7 @@ class AudioParts(NamedTuple):
         self, rows: Mapping[str, Any], loss: Objective, settings: Mapping[str, Any], **more: Any
     ) -> PreparedData:
         """The splits of a task, with these ``settings`` of its model."""
-        from rapidformer.tasks.speech.spec_augment import AudioCollator, masks_anything
+        from rapidformer.tasks.speech.losses import AudioCollator, masks_anything
 
         collate = AudioCollator(self.extractor, has_seeds=masks_anything(self.config))
         settings = {**settings, **self.settings}
@@ -88,12 +88,44 @@ class AudioParts(NamedTuple):
         )
 
 
-def load_tables(args: Settings, splits: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The splits; `datasets` would decode the recordings of a stream on every rank."""
-    return {
-        split: rows.without_decoding("Audio") if is_row_stream(rows) else rows
-        for split, rows in get_splits(args, splits).items()
-    }
+class AudioTask(Task):
+    """A task that listens."""
+
+    def load_parts(self, args: Settings) -> AudioParts:
+        return load_audio_parts(args)
+
+    def load_tables(self, parts: AudioParts, splits: Mapping[str, Any] | None) -> dict[str, Any]:
+        """`datasets` would decode the recordings of a stream on every rank."""
+        return {
+            split: rows.without_decoding("Audio") if is_row_stream(rows) else rows
+            for split, rows in super().load_tables(parts, splits).items()
+        }
+
+    def read_input(self, rows: Sequence[Row], parts: AudioParts) -> list[Record]:
+        return as_rows(rows, parts.args.audio_column or "audio")
+
+    def build_model(
+        self, args: Settings, prepared: PreparedData, *, must_be_trained: bool = False
+    ) -> nn.Module:
+        model = super().build_model(args, prepared, must_be_trained=must_be_trained)
+        if not must_be_trained:
+            _freeze_feature_encoder(model, args)
+        return model
+
+
+def _freeze_feature_encoder(model: Any, args: Settings) -> None:
+    """Freeze the convolutions on raw audio: asked for, or because the weights are pretrained."""
+    from rapidformer.models.location import is_from_scratch
+
+    wanted = args.freeze_feature_encoder
+    freeze = getattr(model, "freeze_feature_encoder", None)
+    if wanted and freeze is None:
+        raise ConfigurationError(
+            f"--freeze-feature-encoder: {type(model).__name__} has no convolutions on raw audio."
+        )
+    if freeze is not None and (not is_from_scratch(args) if wanted is None else wanted):
+        freeze()
+        get_logger().info("frozen    the feature encoder (convolutions on raw audio)")
 
 
 def load_audio_parts(args: Settings) -> AudioParts:
@@ -101,7 +133,7 @@ def load_audio_parts(args: Settings) -> AudioParts:
     from rapidformer.models.audio import load_feature_extractor
     from rapidformer.models.configuration import load_config
     from rapidformer.models.plan import LAYER_DROPS
-    from rapidformer.tasks.speech.spec_augment import get_mask_settings
+    from rapidformer.tasks.speech.losses import get_mask_settings
 
     config = load_config(args)
     settings = get_mask_settings(config, args)
@@ -142,7 +174,8 @@ class AudioRows:
     seconds: Sequence[float]
     starts: Sequence[float]
     """Where each begins in its row's recording, in seconds."""
-    labels: Sequence[Any] | None = None
+    features: Any = None
+    """What is known of each row of the table besides: ``labels``, ``text``."""
     has_mask: bool = False
     """Whether the feature extractor is asked for a mask that it would not give by itself."""
 
@@ -157,9 +190,13 @@ class AudioRows:
         if window is not None:
             samples = samples[: round(window * rate)]
         result = self.parts.extract(samples, has_mask=self.has_mask)
-        if self.labels is not None:
-            result["labels"] = self.labels[index]
+        if (labels := self.read(index, "labels")) is not None:
+            result["labels"] = labels
         return result
+
+    def read(self, index: int, name: str) -> Any:
+        """Something else that is known of a row; None if it is not."""
+        return None if self.features is None else self.features[int(self.rows[index])].get(name)
 
     @classmethod
     def cut(
@@ -171,12 +208,6 @@ class AudioRows:
         rows, starts = zip(*pairs, strict=True)
         folders = list_folders(parts.args, split)
         return cls(table, column, split, folders, parts, rows, [0.0] * len(rows), starts)
-
-    def choose(self, features: Any, column: str) -> Sequence[Any]:
-        """A column of features, for the rows that are left; read one by one."""
-        is_table = hasattr(features, "features")
-        values = features[column] if is_table else get_column(features, column)
-        return _Chosen(values, self.rows)
 
     def open(self, index: int) -> Clip:
         number = self.rows[index]
@@ -222,11 +253,15 @@ def measure_rows(
     return table, map_rows(table, measure, workers=parts.args.preprocessing_workers, key=whole)
 
 
-def build_rows(
-    table: Any, features: Any, split: str, column: str, parts: AudioParts,
-    refuse: Refuse | None = None, **more: Any,
-) -> AudioRows:  # fmt: skip
-    """The rows that the model can learn from; those left out are counted and reported."""
+def prepare_rows(
+    table: Any, split: str, column: str, parts: AudioParts, encode: Encode | None,
+    key: Sequence[Any] = (), refuse: Refuse | None = None, *, has_mask: bool = False,
+) -> Any:  # fmt: skip
+    """The rows that the model can learn from; those of a table that are left out are reported."""
+    if is_row_stream(table):
+        assert encode is not None  # only training rows are a stream
+        return _stream_rows(table, column, parts, encode, refuse, has_mask=has_mask)
+    table, features = measure_rows(table, split, column, parts, encode, key)
     reasons: dict[str, list[int]] = {}
     kept: list[int] = []
     for number in range(len(features)):
@@ -240,21 +275,17 @@ def build_rows(
         )
     if not kept:
         raise DataError(f"{split}: no row is left: {'; '.join(reasons)}.")
-    seconds, labels = get_column(features, "seconds"), more.pop("labels", None)
-    rows = AudioRows(
-        table, column, split, list_folders(parts.args, split), parts,
-        rows=kept, seconds=[seconds[number] for number in kept], starts=[0.0] * len(kept), **more,
+    seconds = get_column(features, "seconds")
+    return AudioRows(
+        table, column, split, list_folders(parts.args, split), parts, rows=kept,
+        seconds=[seconds[number] for number in kept], starts=[0.0] * len(kept), features=features,
+        has_mask=has_mask,
     )  # fmt: skip
-    if labels is not None:
-        return replace(rows, labels=_Chosen(labels, kept))
-    if "labels" in get_column_names(features):
-        return replace(rows, labels=rows.choose(features, "labels"))
-    return rows
 
 
-def stream_rows(
-    stream: Any, column: str, parts: AudioParts, encode: Encode, refuse: Refuse | None = None,
-    *, has_mask: bool = False,
+def _stream_rows(
+    stream: Any, column: str, parts: AudioParts, encode: Encode, refuse: Refuse | None,
+    *, has_mask: bool,
 ) -> Any:  # fmt: skip
     """The samples of a stream, each measured and decoded by the process that uses it.
 
@@ -280,20 +311,6 @@ def stream_rows(
         return LeftOut({**silence, "labels": labels}, reason)
 
     return stream.map_numbered(read)
-
-
-@dataclass(frozen=True)
-class _Chosen(Sequence[Any]):
-    """Some of many values, read one by one."""
-
-    values: Any
-    numbers: Sequence[int]
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.values[self.numbers[index]]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
 
 def _refuse(seconds: float, parts: AudioParts) -> str | None:

@@ -15,11 +15,11 @@ from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
 from rapidformer.errors import ConfigurationError, DataError, ModelError
 from rapidformer.log import warn_once
-from rapidformer.tasks.base import Answers, PreparedData, Record, Task, check_row_texts
+from rapidformer.tasks.base import PreparedData, Record, Task, check_row_texts
 from rapidformer.tasks.metrics.tally import Tally, TokenTally, compute_perplexity
 from rapidformer.tasks.rows.columns import ColumnRole
-from rapidformer.tasks.rows.images import check_no_images
-from rapidformer.tasks.rows.rows import RowFunction, as_table, get_splits, map_rows, to_rows
+from rapidformer.tasks.rows.named_files import check_no_images
+from rapidformer.tasks.rows.rows import RowFunction, as_table, map_rows
 
 if TYPE_CHECKING:
     import torch
@@ -43,11 +43,8 @@ class TextParts(NamedTuple):
     length: int
     """Tokens per row."""
     args: Settings
-
-    def get_splits(self, splits: Mapping[str, Any] | None) -> dict[str, Any]:
-        tables = get_splits(self.args, splits)
-        self.check_is_text(tables)
-        return tables
+    recipe: Any = None
+    """What else is saved with a model of texts as vectors."""
 
     def check_is_text(self, tables: Mapping[str, Any]) -> None:
         """Refuse rows with something for the model's towers, which would be left out."""
@@ -296,7 +293,14 @@ def get_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-class LanguageModel(Task):
+class TextTask(Task):
+    """A task of models that read text alone."""
+
+    def load_parts(self, args: Settings) -> TextParts:
+        return load_text_parts(args)
+
+
+class LanguageModel(TextTask):
     """A task whose rows are blocks of plain text, not examples of the user's."""
 
     columns: tuple[ColumnRole, ...] = (TEXT,)
@@ -311,14 +315,12 @@ def score_blocks(logits: torch.Tensor, labels: torch.Tensor) -> list[Record]:
     from rapidformer.tasks.evaluation.scoring import score_tokens
 
     losses, counts, hits = score_tokens(logits, labels)
-    return to_rows({"loss": losses, "count": counts, "hits": hits})
+    rows = zip(losses, counts, hits, strict=True)
+    return [{"loss": s, "count": n, "by_token": {"accuracy": (right, n)}} for s, n, right in rows]
 
 
-def describe_blocks(records: list[Record]) -> Answers:
-    """The perplexity of each block, if there is nothing to generate or fill in."""
-    counts = [record["count"] for record in records]
-    losses = [r["loss"] / r["count"] if r["count"] else float("nan") for r in records]
-    return [
-        {"loss": loss, "perplexity": compute_perplexity(loss), "tokens": count}
-        for loss, count in zip(losses, counts, strict=True)
-    ]
+def describe_block(record: Record) -> dict[str, Any]:
+    """The perplexity of a block, if there is nothing to generate or fill in."""
+    count = record["count"]
+    loss = record["loss"] / count if count else float("nan")
+    return {"loss": loss, "perplexity": compute_perplexity(loss), "tokens": count}

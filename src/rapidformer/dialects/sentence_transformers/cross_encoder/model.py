@@ -179,4 +179,4 @@ class CrossEncoderTrainer(PairTrainer):
     def _prepare_pairs(self, tables: Any, columns: PairColumns) -> PreparedData:
         _, tokenizer, length = self._parts
         tokenizer.model_max_length = length  # as it is saved, it cuts where training did
-        return self.task.prepare_tables(self._build_parts(tokenizer, length), tables, columns)
+        return self.task.encode_tables(self._build_parts(tokenizer, length), tables, columns)
