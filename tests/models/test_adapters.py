@@ -11,7 +11,15 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import FalconH1Config, FalconH1ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from rapidformer import RapidformerEngine
 from rapidformer.errors import CheckpointError, ModelError
@@ -123,6 +131,19 @@ def test_layers_that_peft_refuses_are_not_adapted() -> None:
     engine, _ = compose(FalconH1ForCausalLM(config), lora_rank=2)
     described = engine.model.adapter.describe()
     assert "in_proj" in described and "out_proj" not in described
+
+
+@pytest.mark.parametrize(
+    ("model_class", "head"),
+    [(BertForTokenClassification, "classifier"), (BertForQuestionAnswering, "qa_outputs")],
+)
+def test_a_head_that_is_trained_whole_is_not_adapted(model_class: Any, head: str) -> None:
+    config = BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8,
+    )  # fmt: skip
+    engine, _ = compose(model_class(config), lora_rank=2, lora_target_modules=["all-linear"])
+    assert head not in engine.model.adapter.describe().partition(";")[0]
 
 
 @pytest.mark.usefixtures("_fast_path")
