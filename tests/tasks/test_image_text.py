@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from importlib import import_module
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import PaliGemmaProcessor, Qwen2VLProcessor
-from transformers.models.auto import video_processing_auto
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.cli.main import main
 from rapidformer.compat.transformers_processors import (
     load_auto_processor,
@@ -21,6 +23,8 @@ from rapidformer.compat.transformers_processors import (
 )
 from rapidformer.config import parse_arguments, resolve
 from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.models.plan import find_plan
+from rapidformer.overlay import get_fact
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.image_text.conversations import MARK, read_conversation
@@ -217,11 +221,29 @@ def test_tokens_are_those_of_the_processor(family: str, tmp_path: Path) -> None:
         assert len(labels) == size - 1 - sum(int(one) in inserted for one in wanted)
 
 
+def test_batches_with_images_keep_their_padding() -> None:
+    """Qwen3-VL adds what it sees between blocks, at the places that the padded mask has."""
+    processor, model = build_processor("qwen3_vl"), build_model("qwen3_vl")
+    processor.tokenizer.chat_template = processor.chat_template
+    encoder = ImageEncoder(processor, ImageTemplate(processor.tokenizer, {}, processor.image_token))
+    chats = [read_conversation(row, _TURNS, "images") for row in build_rows(4)]
+    rows = [{"conversation": chat, "images": chat.images} for chat in chats]
+    collate = AnswerCollator(encoder, shows_images=False)
+    expected = model(**collate(rows)).loss
+    assert apply_unpadding(model, find_plan(model)) is None
+    assert model(**collate(rows)).loss == expected
+    removal = get_fact(model, Removal)
+    assert not removal.has_removed
+    model(**collate(rows[2:]))
+    assert removal.has_removed
+
+
 def test_qwen2s_processor_needs_no_torchvision(tmp_path: Path) -> None:
     """Its video processor does, but is loaded and saved only."""
     before = build_processor("qwen3_vl")
     with loading_without_torchvision():
-        kind = video_processing_auto.video_processor_class_from_name("Qwen2VLVideoProcessor")
+        videos_of = import_module("transformers.models.auto.video_processing_auto")
+        kind = videos_of.video_processor_class_from_name("Qwen2VLVideoProcessor")
         videos = kind(patch_size=4)
         processor = Qwen2VLProcessor(before.image_processor, before.tokenizer, videos)
     processor.save_pretrained(tmp_path)
