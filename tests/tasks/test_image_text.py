@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PaliGemmaProcessor, Qwen2VLProcessor
+from transformers import Florence2Config, PaliGemmaProcessor, Qwen2VLProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from rapidformer.accel.unpad.calls import Removal
@@ -219,6 +219,12 @@ def test_tokens_are_those_of_the_processor(family: str, tmp_path: Path) -> None:
         assert counted[number] == (size, labels)
         assert inserted.isdisjoint(labels)
         assert len(labels) == size - 1 - sum(int(one) in inserted for one in wanted)
+
+
+def test_a_decoder_of_its_own_is_refused(tmp_path: Path) -> None:
+    Florence2Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="with a decoder of its own"):
+        prepare(tmp_path, build_rows(1))
 
 
 def test_batches_with_images_keep_their_padding() -> None:

@@ -139,10 +139,16 @@ class _Parts(NamedTuple):
 
 def _load_parts(args: Settings) -> _Parts:
     whole = load_config(args)
+    name = f"{get_model_location(args) or whole.model_type} ({whole.model_type})"
     if getattr(whole, "vision_config", None) is None:
         raise ModelError(
-            f"{get_model_location(args) or whole.model_type} ({whole.model_type}) reads no images, "
+            f"{name} reads no images, "
             "and --task image_text is for models that do: choose one of those, or --task causal_lm."
+        )
+    if whole.is_encoder_decoder:  # Florence-2
+        raise ModelError(
+            f"{name} answers with a decoder of its own, and --task image_text is for models that "
+            "continue the conversation: choose one of those, or use Trainer with a collator."
         )
     config, processor = whole.get_text_config(), load_processor(args)
     tokenizer = processor.tokenizer
