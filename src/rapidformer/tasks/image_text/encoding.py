@@ -141,7 +141,8 @@ class ImageEncoder:
             if list(output["input_ids"][0]) != self.processor.tokenizer(inserted)["input_ids"]:
                 raise ModelError(
                     f"{type(self.processor).__name__} changes the text around an image, so answers "
-                    "cannot be found in it: choose another model, or use Trainer with a collator."
+                    "cannot be found in it: choose another model, or train this one in a script of "
+                    "your own."
                 )
             self._inserted[size] = inserted
         return self._inserted[size]

@@ -148,7 +148,7 @@ def _load_parts(args: Settings) -> _Parts:
     if whole.is_encoder_decoder:  # Florence-2
         raise ModelError(
             f"{name} answers with a decoder of its own, and --task image_text is for models that "
-            "continue the conversation: choose one of those, or use Trainer with a collator."
+            "continue the conversation: choose one of those, or train it in a script of your own."
         )
     config, processor = whole.get_text_config(), load_processor(args)
     tokenizer = processor.tokenizer
