@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from held import make_skewed_rows
+from held_models import make_skewed_rows
 from peers import DEVICE, HAS_GPU, Stopwatch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

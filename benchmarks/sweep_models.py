@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from held import make_skewed_rows
+from held_models import make_skewed_rows
 from peers import (
     COMPILED,
     DEVICE,

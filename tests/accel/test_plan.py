@@ -224,6 +224,12 @@ def test_sequential_at_the_root() -> None:
     assert list(find_plan(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))).blocks) == ["0", "1"]
 
 
+def test_a_list_of_blocks_may_have_gaps() -> None:
+    """Informer's layers that shorten a sequence: the last place is None."""
+    layers = [PlainModel().layers[0], None, PlainModel().layers[0]]
+    assert find_plan(nn.ModuleList(layers)).blocks == ("0", "2")
+
+
 def test_model_without_blocks() -> None:
     plan = find_plan(nn.Linear(2, 2))
     assert plan.blocks == ()

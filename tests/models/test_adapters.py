@@ -14,6 +14,9 @@ from torch import nn
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    BertConfig,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
     FalconH1Config,
     FalconH1ForCausalLM,
     LlamaConfig,
@@ -154,6 +157,19 @@ def test_layers_that_a_kernel_of_mamba_never_calls_are_not_adapted(
     if is_installed:
         with pytest.raises(ModelError, match=r"out_proj would never be trained: BambaMixer does"):
             compose(build_bamba(), lora_rank=2, lora_target_modules=["out_proj"])
+
+
+@pytest.mark.parametrize(
+    ("model_class", "head"),
+    [(BertForTokenClassification, "classifier"), (BertForQuestionAnswering, "qa_outputs")],
+)
+def test_a_head_that_is_trained_whole_is_not_adapted(model_class: Any, head: str) -> None:
+    config = BertConfig(
+        vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8,
+    )  # fmt: skip
+    engine, _ = compose(model_class(config), lora_rank=2, lora_target_modules=["all-linear"])
+    assert head not in engine.model.adapter.describe().partition(";")[0]
 
 
 @pytest.mark.usefixtures("_fast_path")

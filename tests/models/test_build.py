@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPModel, SEWDConfig, SEWDForCTC
 
 from rapidformer.errors import ConfigurationError, ModelError
 from rapidformer.models import build
 from rapidformer.models.build import build_pretrained, load_image_processor, load_tokenizer
+from rapidformer.models.weight_names import find_trunk
 
 from .conftest import SMALL, make_args
 
@@ -102,6 +104,19 @@ def test_a_new_head_on_a_trained_model_is_fine(
     # What a masked language model saves has no pooler, which classifiers need.
     trunk = rename(folder, tmp_path / "trunk", lambda name: name.replace("bert.pooler", "cls.old"))
     build_pretrained(auto_class, make_args(pretrained_model_name_or_path=trunk))
+
+
+def test_a_trunk_may_have_another_name_than_its_class_says(tmp_path: Path) -> None:
+    """A CLIP that classifies has its vision model alone; SEW-D's is not called ``sew-d``."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    vision = {**sizes, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    CLIPModel(CLIPConfig(text_config=sizes, vision_config=vision)).save_pretrained(tmp_path / "c")
+    args = make_args(pretrained_model_name_or_path=str(tmp_path / "c"))
+    model = build_pretrained("AutoModelForImageClassification", args, num_labels=5)
+    assert model.classifier.out_features == 5
+    conv = {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (4,)}
+    config = SEWDConfig(**sizes, **conv, num_hidden_layers=1, num_conv_pos_embedding_groups=2)
+    assert find_trunk(SEWDForCTC(config)).prefix == "sew_d."
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import Siglip2Config, Siglip2Model
+from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
 
 from rapidformer.errors import DataError
 from rapidformer.tasks.registry import get_task
@@ -53,6 +55,24 @@ def test_trains_evaluates_and_predicts(vit_folder: Path, folder: Path, tmp_path:
     again = TASK.build_model(saved, ready)
     found = TASK.predictions(run_split(TASK, again, ready, "test"), ready, "test")
     assert found[0]["label"] == "light"
+
+
+def test_all_that_the_processor_gives_reaches_the_model(folder: Path, tmp_path: Path) -> None:
+    """SigLIP 2 also reads the shape of each image, and which of its patches are padding."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 16}  # fmt: skip
+    config = Siglip2Config(text_config=sizes, vision_config={**sizes, "num_patches": 16})
+    Siglip2Model(config).save_pretrained(tmp_path)
+    processor = Siglip2ImageProcessorPil(patch_size=16, max_num_patches=16)
+    processor.save_pretrained(tmp_path)
+    args = make_args(pretrained_model_name_or_path=tmp_path, data_path=folder)
+    prepared = TASK.prepare(args)
+    model = TASK.build_model(args, prepared).eval()
+    files = sorted(folder.glob("train/*/*.png"))
+    wanted = processor(images=[Image.open(file) for file in files], return_tensors="pt")
+    batch = prepared.collate([prepared.train[i] for i in range(len(files))])
+    with torch.no_grad():
+        torch.testing.assert_close(model(**batch).logits, model(**wanted).logits)
 
 
 def test_from_scratch(folder: Path) -> None:

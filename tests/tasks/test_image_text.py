@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import base64
 import json
+from importlib import import_module
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import Florence2Config, PaliGemmaProcessor, Qwen2VLProcessor
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from rapidformer.accel.unpad.calls import Removal
+from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.cli.main import main
-from rapidformer.compat.transformers_processors import load_auto_processor
+from rapidformer.compat.transformers_processors import (
+    load_auto_processor,
+    loading_without_torchvision,
+)
 from rapidformer.config import parse_arguments, resolve
-from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.errors import ConfigurationError, DataError, ModelError
+from rapidformer.models.plan import find_plan
+from rapidformer.overlay import get_fact
 from rapidformer.tasks.base import PreparedData
 from rapidformer.tasks.chat.columns import ChatColumns
 from rapidformer.tasks.image_text.conversations import MARK, read_conversation
-from rapidformer.tasks.image_text.encoding import AnswerCollator, ImageEncoder, ImageTemplate
+from rapidformer.tasks.image_text.encoding import (
+    AnswerCollator,
+    ImageEncoder,
+    ImageTemplate,
+    Rendered,
+)
 from rapidformer.tasks.registry import get_task
 from tests.tasks.image_text_rig import (
     FAMILIES,
@@ -26,6 +41,7 @@ from tests.tasks.image_text_rig import (
     build_model,
     build_processor,
     build_rows,
+    build_tokenizer,
     save_family,
 )
 
@@ -203,6 +219,53 @@ def test_tokens_are_those_of_the_processor(family: str, tmp_path: Path) -> None:
         assert counted[number] == (size, labels)
         assert inserted.isdisjoint(labels)
         assert len(labels) == size - 1 - sum(int(one) in inserted for one in wanted)
+
+
+def test_a_decoder_of_its_own_is_refused(tmp_path: Path) -> None:
+    Florence2Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="with a decoder of its own"):
+        prepare(tmp_path, build_rows(1))
+
+
+def test_batches_with_images_keep_their_padding() -> None:
+    """Qwen3-VL adds what it sees between blocks, at the places that the padded mask has."""
+    processor, model = build_processor("qwen3_vl"), build_model("qwen3_vl")
+    processor.tokenizer.chat_template = processor.chat_template
+    encoder = ImageEncoder(processor, ImageTemplate(processor.tokenizer, {}, processor.image_token))
+    chats = [read_conversation(row, _TURNS, "images") for row in build_rows(4)]
+    rows = [{"conversation": chat, "images": chat.images} for chat in chats]
+    collate = AnswerCollator(encoder, shows_images=False)
+    expected = model(**collate(rows)).loss
+    assert apply_unpadding(model, find_plan(model)) is None
+    assert model(**collate(rows)).loss == expected
+    removal = get_fact(model, Removal)
+    assert not removal.has_removed
+    model(**collate(rows[2:]))
+    assert removal.has_removed
+
+
+def test_qwen2s_processor_needs_no_torchvision(tmp_path: Path) -> None:
+    """Its video processor does, but is loaded and saved only."""
+    before = build_processor("qwen3_vl")
+    with loading_without_torchvision():
+        videos_of = import_module("transformers.models.auto.video_processing_auto")
+        kind = videos_of.video_processor_class_from_name("Qwen2VLVideoProcessor")
+        videos = kind(patch_size=4)
+        processor = Qwen2VLProcessor(before.image_processor, before.tokenizer, videos)
+    processor.save_pretrained(tmp_path)
+    loaded = load_auto_processor(str(tmp_path))
+    assert type(loaded.video_processor).__name__ == "Qwen2VLVideoProcessor"
+    assert loaded.video_processor.to_dict() == videos.to_dict()
+    assert loaded(text=["<|image_pad|>"], images=[build_image("red")])["pixel_values"].any()
+
+
+def test_a_processor_that_changes_the_text_is_refused() -> None:
+    """PaliGemma's adds a first token behind the image, and a last one."""
+    images = SiglipImageProcessorPil(size={"height": 8, "width": 8})
+    images.image_seq_length = 4
+    processor = PaliGemmaProcessor(images, build_tokenizer("llava"))
+    with pytest.raises(ModelError, match="PaliGemmaProcessor changes the text"):
+        ImageEncoder(processor, None).count_tokens([Rendered("<image>yes", [])], [[(8, 8)]])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
+from transformers import BartConfig, BertConfig, EncoderDecoderConfig, LEDConfig
 
-from rapidformer.errors import DataError
+from rapidformer.errors import ConfigurationError, DataError
 from rapidformer.tasks.registry import get_task
 
 from .conftest import compute_metrics, make_args, run_split, train_steps, write_jsonl
@@ -76,6 +78,25 @@ def test_translation_columns(
     decode = prepared.processor.decode
     assert decode(prepared.train[0]["input_ids"]) == f"{source} </s>"
     assert decode(prepared.train[0]["labels"]) == f"{target} </s>"
+
+
+@pytest.mark.parametrize("kind", ["bart", "led", "joined"])
+def test_targets_fit_the_decoders_positions(kind: str, t5_folder: Path, tmp_path: Path) -> None:
+    """Texts are generated up to the limit, even by a model that never ends one."""
+    config: Any = BartConfig(max_position_embeddings=3)
+    if kind == "led":
+        config = LEDConfig(max_decoder_position_embeddings=3)
+    elif kind == "joined":
+        parts = BertConfig(), BertConfig(max_position_embeddings=3)
+        config = EncoderDecoderConfig.from_encoder_decoder_configs(*parts)
+    copytree(t5_folder, tmp_path, dirs_exist_ok=True)
+    config.save_pretrained(tmp_path)
+    prepared = TASK.prepare(make_args(pretrained_model_name_or_path=tmp_path), {"train": ROWS})
+    assert prepared.extras["generation"].max_new_tokens == 3
+    assert [len(row["labels"]) for row in prepared.train] == [3, 3, 3]
+    args = make_args(pretrained_model_name_or_path=tmp_path, max_new_tokens=4)
+    with pytest.raises(ConfigurationError, match="--max-new-tokens 4 is longer than the 3"):
+        TASK.prepare_for_prediction(args, ["the cat"])
 
 
 def test_bad_data_is_reported(t5_folder: Path) -> None:

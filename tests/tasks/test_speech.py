@@ -4,6 +4,7 @@ import csv
 from importlib import import_module
 from pathlib import Path
 from shutil import copy
+from types import SimpleNamespace
 from typing import Any
 
 import jiwer
@@ -23,6 +24,7 @@ from rapidformer.tasks.mixture import SetTallies, prepare_sets
 from rapidformer.tasks.registry import get_task
 from rapidformer.tasks.speech.audio import open_clip
 from rapidformer.tasks.speech.losses import SEEDS
+from rapidformer.tasks.speech.transcripts import WrittenTranscripts
 
 from .conftest import compute_metrics, make_args, run_split, write_jsonl
 from .speech_rig import RATE, make_ctc_model, make_rows, make_tones, make_whisper
@@ -152,6 +154,18 @@ def test_only_the_decoders_start_is_cut(whisper_folder: Path) -> None:
     with_start = transcripts.encode(["low"], "train", 0)[0]
     transcripts._start = -1
     assert transcripts.encode(["low"], "train", 0)[0][1:] == with_start
+
+
+@pytest.mark.parametrize("kind", ["speecht5", "joined"])
+def test_lengths_of_other_decoders(kind: str) -> None:
+    config: Any = transformers.SpeechT5Config(max_text_positions=30)
+    if kind == "joined":
+        config = transformers.SpeechEncoderDecoderConfig.from_encoder_decoder_configs(
+            transformers.Wav2Vec2Config(), transformers.BertConfig(max_position_embeddings=30)
+        )
+        config.decoder_start_token_id = 1
+    parts: Any = SimpleNamespace(config=config, args=SimpleNamespace(normalize_text=False))
+    assert WrittenTranscripts(parts, None, None).most_tokens == 29
 
 
 def test_language_is_needed_and_checked(whisper_folder: Path, ctc_folder: Path) -> None:

@@ -69,11 +69,23 @@ def _find_by(file: str, ending: str, before: Callable[[str], Any]) -> Callable[[
             return found
         for folder in map(model_type_to_module_name, CONFIG_MAPPING_NAMES):
             if folder.replace("_", "") + ending == name.lower():
-                module = importlib.import_module(f"transformers.models.{folder}.{file}_{folder}")
-                return getattr(module, name)
+                place = f"transformers.models.{folder}.{file}_{folder}"
+                try:
+                    return getattr(importlib.import_module(place), name)
+                except ModuleNotFoundError as error:
+                    if error.name != "torchvision":
+                        raise
+                    return _build_stand_in(name, place)
         return found
 
     return find
+
+
+def _build_stand_in(name: str, place: str) -> type:
+    """A video processor with its settings and its name: what is loaded and saved for images."""
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    return type(name, (BaseVideoProcessor,), {"__module__": place})
 
 
 _PATCH = Patch(_list_entries)

@@ -108,14 +108,15 @@ def choose_targets(model: Any, config: Any, fresh: Sequence[str]) -> None:
     # peft knows which layers are usual for an architecture; for others, all linear ones.
     kind = getattr(getattr(model, "config", None), "model_type", None)
     is_lora = config.peft_type.value == "LORA"
+    heads = _HEADS.get(config.task_type, ())
     named = (config.target_modules, getattr(config, "target_parameters", None))
     if is_lora and not any(named) and kind not in KNOWN:
         config.target_modules = _ALL_LINEAR
     if getattr(config, "target_modules", None) == _ALL_LINEAR:
         ends = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-        _exclude(config, [*list_uncalled(model), *list_refused(config, model, sorted(ends))])
+        refused = list_refused(config, model, sorted(ends))
+        _exclude(config, [*list_uncalled(model), *refused, *ends.intersection(heads)])
     modules = dict.fromkeys(name.rpartition(".")[0] for name in fresh)
-    heads = _HEADS.get(config.task_type, ())
     added = [name for name in modules if name and not set(name.split(".")) & set(heads)]
     if added and hasattr(config, "modules_to_save"):
         config.modules_to_save = [*(config.modules_to_save or ()), *added]

@@ -101,6 +101,13 @@ def get_position_limit(config: Any) -> int | None:
     return int(limit)
 
 
+def get_target_limit(config: Any) -> int | None:
+    """The same for what a model with a decoder writes."""
+    decoder = getattr(config, "decoder", config)  # of two models joined
+    limit = getattr(decoder, "max_decoder_position_embeddings", None)  # LED's
+    return get_position_limit(decoder) if limit is None else int(limit)
+
+
 def get_size(config: Any, flag: str) -> Any:
     """A model's size by our flag's name (``num_layers``); None if it has no such size."""
     for part in (config, get_text_config(config)):

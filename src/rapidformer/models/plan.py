@@ -249,17 +249,19 @@ class _BlockList:
 
 def _iterate_block_lists(model: nn.Module) -> Iterator[_BlockList]:
     for place, (name, module) in enumerate(model.named_modules()):
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             continue
-        children = list(module)
-        if any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in children):
-            continue  # a list of lists: nobody calls its members
+        members = {i: child for i, child in enumerate(module) if child is not None}
+        children = list(members.values())
+        is_of_lists = any(isinstance(c, (nn.ModuleList, nn.ModuleDict)) for c in children)
+        if len(children) < 2 or is_of_lists:  # nobody calls a list in a list
+            continue
         is_in_list = name.rpartition(".")[2].isdigit()
         has_parts = bool(list(children[0].children()))
         if any(True for _ in module.parameters()) and _is_similar(children):
             yield _BlockList(
                 name=name, place=place, size=sum(p.numel() for p in module.parameters()),
-                members=[f"{name}.{i}".removeprefix(".") for i in range(len(children))],
+                members=[f"{name}.{i}".removeprefix(".") for i in members],
                 has_single_layers=_is_from(children[0], "torch") and not has_parts,
                 is_stack=has_parts and not is_in_list,
             )  # fmt: skip

@@ -187,11 +187,13 @@ class Trunk:
 
 
 def find_trunk(model: Any) -> Trunk:
-    """The trunk of a model of transformers, by the name that its class says."""
+    """The trunk of a model of transformers: the part that its class names, or its only model."""
     prefix = getattr(model, "base_model_prefix", "")
     class_name = type(model).__name__
-    if not hasattr(model, prefix) and "For" in class_name and hasattr(model, "encoder"):
-        prefix = "encoder"  # a Whisper that classifies has no decoder
+    if not hasattr(model, prefix) and "For" in class_name:
+        # A CLIP that classifies has no text model, a Whisper no decoder; SEW-D's name is wrong.
+        parts = [n for n, part in model.named_children() if hasattr(part, "base_model_prefix")]
+        prefix = parts[0] if len(parts) == 1 else "encoder"
     has_head = bool(prefix) and hasattr(model, prefix)
     return Trunk(
         class_name=class_name,

@@ -101,8 +101,10 @@ class _ImageRows:
         import numpy as np
 
         image = open_image(row[self.column], f"{self.split}, row {index + 1}")
-        pixels = np.asarray(self.processor(images=image)["pixel_values"][0], dtype=np.float32)
-        result: dict[str, Any] = {"pixel_values": pixels}
+        encoded = self.processor(images=image)
+        names = getattr(self.processor, "model_input_names", ("pixel_values",))
+        result: dict[str, Any] = {n: np.asarray(encoded[n][0]) for n in names if n in encoded}
+        result["pixel_values"] = result["pixel_values"].astype(np.float32, copy=False)
         if self.space is not None:
             result["labels"] = self.space.encode(row[self.space.column])
         return result

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rapidformer.config import Settings
 from rapidformer.config.task_sections import DataArguments
-from rapidformer.errors import DataError
+from rapidformer.errors import ConfigurationError, DataError
+from rapidformer.models.configuration import get_target_limit
 from rapidformer.tasks.base import Batch, PreparedData, Record, Tables, check_row_texts
 from rapidformer.tasks.evaluation.generating import (
     Generation,
@@ -78,7 +80,9 @@ class Seq2SeqLM(TextTask):
             for split, rows in tables.items()
         }
         # Metrics are those of the likeliest texts, so sampling is for predictions only.
-        generation = Generation(num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args))
+        generation = Generation(
+            num_beams=args.num_beams, max_new_tokens=_get_new_tokens(args, parts.config)
+        )
         extras = {
             "rows": tables, "source": source, "target": target,
             "languages": _find_languages(get_first_table(tables), source, target),
@@ -88,7 +92,7 @@ class Seq2SeqLM(TextTask):
 
     def encode_input(self, parts: TextParts, table: list[Record], columns: Any) -> PreparedData:
         (source, _), args = columns, parts.args
-        generation = Generation.read(args, max_new_tokens=_get_new_tokens(args))
+        generation = Generation.read(args, max_new_tokens=_get_new_tokens(args, parts.config))
         check_stop_strings(generation, parts.tokenizer)
         extras = {"rows": {"test": table}, "source": source, "generation": generation}
         return parts.prepare_input(_encode(table, "input", source, None, parts), extras)
@@ -187,13 +191,26 @@ def _name_pairs(rows: Any, languages: tuple[str, ...] | str) -> list[str]:
     return ["-".join(str(name) for name in names) for names in zip(*columns, strict=True)]
 
 
-def _get_new_tokens(args: Settings) -> int:
-    return int(args.max_new_tokens or args.decoder_seq_length or DEFAULT_TARGET_LENGTH)
+def _get_target_length(args: Settings, config: Any) -> int:
+    """Tokens of a target, within the positions of the model's decoder."""
+    limit = get_target_limit(config)
+    for name in ("decoder_seq_length", "max_new_tokens"):
+        size = getattr(args, name)
+        if None not in (size, limit) and size > limit:
+            raise ConfigurationError(
+                f"--{name.replace('_', '-')} {size} is longer than the {limit} positions of the "
+                f"model's decoder: use at most {limit}."
+            )
+    return int(args.decoder_seq_length or min(DEFAULT_TARGET_LENGTH, limit or math.inf))
+
+
+def _get_new_tokens(args: Settings, config: Any) -> int:
+    return int(args.max_new_tokens or _get_target_length(args, config))
 
 
 def _encode(rows: Any, split: str, source: Path, target: Path | None, parts: TextParts) -> Any:
     tokenizer, prefix = parts.tokenizer, parts.args.source_prefix or ""
-    target_length = parts.args.decoder_seq_length or DEFAULT_TARGET_LENGTH
+    target_length = _get_target_length(parts.args, parts.config)
 
     def encode(columns: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         texts = check_row_texts(_pick(columns[source[0]], source), source[-1], split, indices[0])

@@ -22,6 +22,7 @@ from rapidformer.accel.unpad.sides import is_encoder_decoder, read_sides
 from rapidformer.compat.transformers_models import is_own_model
 from rapidformer.data.batch import IGNORED_LABEL, get_host_copy
 from rapidformer.models.own_loss import shifts_labels
+from rapidformer.models.towers import reads_more_than_text
 from rapidformer.models.watched import find_requested
 from rapidformer.overlay import find_fact, get_own_class
 
@@ -79,7 +80,14 @@ def _is_plain(model: Any, given: Mapping[str, Any]) -> bool:
     """Whether a call says what is read of its result, and asks for nothing that needs padding."""
     promise, labels = find_promise(given), find_labels(given)
     is_known = isinstance(labels, Tensor) or (promise is not None and promise.reads_all_tokens)
+    is_known = is_known and not _has_more_than_text(model, given)
     return is_known and not find_requested(model, given) and given.get("past_key_values") is None
+
+
+def _has_more_than_text(model: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a call shows images: the trial had none, and Qwen3-VL adds them between blocks."""
+    shapes = {v.shape for name, v in given.items() if isinstance(v, Tensor) and name != "labels"}
+    return len(shapes) > 1 and reads_more_than_text(getattr(model, "config", None))
 
 
 def _read_rows(model: Any, mask: Tensor, labels: Any, *, rounds_up: bool) -> Rows | None:

@@ -131,7 +131,14 @@ class ImageEncoder:
                     "image (text_replacement_offsets), so answers cannot be found after one: "
                     "choose another model."
                 )
-            self._inserted[size] = output[_OFFSETS][0][0]["replacement"]
+            inserted = output[_OFFSETS][0][0]["replacement"]
+            if list(output["input_ids"][0]) != self.processor.tokenizer(inserted)["input_ids"]:
+                raise ModelError(
+                    f"{type(self.processor).__name__} changes the text around an image, so answers "
+                    "cannot be found in it: choose another model, or train this one in a script of "
+                    "your own."
+                )
+            self._inserted[size] = inserted
         return self._inserted[size]
 
 

@@ -119,10 +119,16 @@ class ImageParts(NamedTuple):
 
 def load_image_parts(args: Settings) -> ImageParts:
     whole = load_config(args)
+    name = f"{get_model_location(args) or whole.model_type} ({whole.model_type})"
     if getattr(whole, "vision_config", None) is None:
         raise ModelError(
-            f"{get_model_location(args) or whole.model_type} ({whole.model_type}) reads no images, "
+            f"{name} reads no images, "
             "and --task image_text is for models that do: choose one of those, or --task causal_lm."
+        )
+    if whole.is_encoder_decoder:  # Florence-2
+        raise ModelError(
+            f"{name} answers with a decoder of its own, and --task image_text is for models that "
+            "continue the conversation: choose one of those, or train it in a script of your own."
         )
     config, processor = whole.get_text_config(), load_processor(args)
     tokenizer = processor.tokenizer

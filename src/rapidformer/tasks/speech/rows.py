@@ -39,7 +39,10 @@ Encode = Callable[[Columns, int], Columns]
 Refuse = Callable[[Mapping[str, Any]], str | None]
 """Why a row is left out; None if it is not."""
 
-_LEAKY = ("data2vec-audio", "moonshine", "sew", "sew-d", "speech_to_text")
+_LEAKY = (
+    "data2vec-audio", "moonshine", "sew", "sew-d", "speech_to_text", "speecht5",
+    "wav2vec2-conformer",
+)  # fmt: skip
 """Families whose convolutions or norms read what padding became."""
 
 

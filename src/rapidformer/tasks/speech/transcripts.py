@@ -22,6 +22,7 @@ from rapidformer.nearest import suggest
 from rapidformer.tasks.speech.rows import AudioParts
 
 _DELIMITER, _UNKNOWN, _PADDING = "|", "[UNK]", "[PAD]"
+_LENGTHS = ("max_target_positions", "max_text_positions", "max_position_embeddings")
 
 
 class Transcripts(ABC):
@@ -73,9 +74,9 @@ class WrittenTranscripts(Transcripts):
         self.generation = generation
         config = parts.config
         self._start = config.decoder_start_token_id
-        self._most = int(
-            getattr(config, "max_target_positions", None) or config.max_position_embeddings
-        )
+        decoder = getattr(config, "decoder", config)  # of two models joined
+        sizes = (getattr(decoder, name, None) for name in _LENGTHS)
+        self._most = int(next(filter(None, sizes)))
         if self._start is None:
             raise ModelError(
                 "The model's config.json lacks decoder_start_token_id, which its decoder begins "
