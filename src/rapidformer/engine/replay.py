@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.capture import CudaCapture
+from rapidformer.accel.cuda_graph.capture import MOST_COPIED, CudaCapture
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.cuda_graph.permission import MayCapture
@@ -32,8 +32,6 @@ from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.observer import get_observer
 from rapidformer.overlay import find_fact
 
-_MOST_COPIED = 2**31
-"""In bytes of gradients: above, launching the kernels of an update costs little beside them."""
 _MOST_REFUSED = 3
 """How often an update may turn out not to be recordable before none is tried any more."""
 
@@ -115,7 +113,7 @@ class Replay:
         gradients = take_gradients(passes.parameters)
         size = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         try:
-            is_ready = size <= _MOST_COPIED
+            is_ready = size <= MOST_COPIED
             is_ready = is_ready and finishing.prepare(finishing.place(gradients), graphed)
         except RuntimeError as error:
             if not is_out_of_gpu_memory(error):

@@ -24,7 +24,7 @@ from rapidformer.accel.cuda_graph.block_calls import (
     describe_mode,
     read_call,
 )
-from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.capture import MOST_COPIED, CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.chains import CallKey, Following, Notes, View, build_chains
 from rapidformer.accel.cuda_graph.columns import find_filling
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
@@ -100,7 +100,7 @@ class SkippedBlocksError(NotRepeatableError):
 class BlockGraphs(Pieces):
     """The graphs of all blocks of a model, in training."""
 
-    most_chained: float = 2**31
+    most_chained: float = MOST_COPIED
     """In bytes of weights: the gradients of a chain lie in memory twice."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:

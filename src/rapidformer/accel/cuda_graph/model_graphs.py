@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
-from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.capture import MOST_COPIED, CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.inputs import (
     Inputs,
     NotRepeatableError,
@@ -80,7 +80,7 @@ class ModelGraphs(Pieces):
     """The graphs of a model's passes, in training, or else of its blocks."""
 
     description = "the model's passes"
-    most_weights: float = 2**31
+    most_weights: float = MOST_COPIED
     """In bytes: gradients lie in memory twice."""
     most_sizes = 16
     """For how many sizes of a micro-batch a model is recorded."""

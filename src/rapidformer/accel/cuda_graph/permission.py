@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rapidformer.accel.assembly import Assembly
+from rapidformer.accel.cuda_graph.capture import MOST_COPIED
 from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.sharding.zero import ShardedGradients
@@ -42,6 +43,8 @@ def apply(assembly: Assembly) -> None:
         put_fact(assembly.model, MayCapture(is_asked=is_asked, in_pieces=in_pieces))
     elif is_asked:
         raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
+    else:
+        assembly.applied.leave_off(obstacle)
 
 
 def _find_yielding(removal: Removal) -> str | None:
@@ -55,7 +58,13 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "the ranks exchange the statistics of BatchNorm in every pass"
     shards = assembly.synchronizer
     if isinstance(shards, ShardedGradients) and shards.scalars is not None:
-        return "ZeRO-1 leaves parameters that are single numbers out of the weights it gathers"
+        return "ZeRO leaves parameters that are single numbers out of the weights it gathers"
+    size = sum(parameter.nbytes for parameter in assembly.model.parameters())
+    if isinstance(shards, ShardedGradients) and shards.stage > 1 and size > MOST_COPIED:
+        return (
+            f"replayed steps need whole weights, {size / 2**30:.1f} GiB, and under "
+            f"ZeRO-{shards.stage} no more than {MOST_COPIED / 2**30:.0f} GiB are kept whole"
+        )
     if assembly.wants("recompute") and has_dropout(assembly.model):
         return "recomputed blocks with dropout need random numbers that a recording cannot repeat"
     return None

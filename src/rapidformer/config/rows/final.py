@@ -68,15 +68,6 @@ FINAL = register(
         devices=("cuda",), precisions=("fp32", "bf16"),
         excludes=(
             *(
-                Rule("ZeRO", "it communicates during the passes, which a graph cannot replay yet. "
-                     "Use ZeRO-1, or leave out --cuda-graph",
-                     setting=name, values=(True,))
-                for name in (
-                    "zero_2_memory_optimization", "zero_3_memory_optimization",
-                    "fsdp_memory_optimization",
-                )
-            ),
-            *(
                 Rule(name, f"{why}. Leave out --cuda-graph")
                 for name, why in {
                     **dict.fromkeys(_COLLECTIVES, "its collectives cannot be replayed yet"),
