@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.cuda_graph.capture import MOST_COPIED, CudaCapture
+from rapidformer.accel.cuda_graph.capture import CudaCapture
 from rapidformer.accel.cuda_graph.graphs import GraphedPasses
 from rapidformer.accel.cuda_graph.passes import GraphedUpdate
 from rapidformer.accel.cuda_graph.permission import MayCapture
@@ -20,6 +20,7 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.promises import reading_no_padding
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.backward import BackwardPasses

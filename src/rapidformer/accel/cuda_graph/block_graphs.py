@@ -24,7 +24,7 @@ from rapidformer.accel.cuda_graph.block_calls import (
     describe_mode,
     read_call,
 )
-from rapidformer.accel.cuda_graph.capture import MOST_COPIED, CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.chains import CallKey, Following, Notes, View, build_chains
 from rapidformer.accel.cuda_graph.columns import find_filling
 from rapidformer.accel.cuda_graph.inputs import NotRepeatableError
@@ -44,6 +44,7 @@ from rapidformer.compat.torch_modules import (
     run_forward_hooks,
     set_compiled_call,
 )
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.models.side_effects.examination import Description
 from rapidformer.overlay import find_fact

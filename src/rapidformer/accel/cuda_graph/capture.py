@@ -16,9 +16,6 @@ from rapidformer.compat.torch_tensors import stop_allocating
 from rapidformer.errors import RapidformerError
 
 T = TypeVar("T")
-MOST_COPIED = 2**31
-"""In bytes of weights: above, launches cost little beside a second copy of them or of their
-gradients, and such copies take much memory."""
 _MOST_RESERVED, _MOST_USED = 0.5, 0.75
 """If this run has reserved more of the device's memory than this, or all that share the device
 use more, a recording might run out of it."""

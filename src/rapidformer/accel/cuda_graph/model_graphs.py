@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rapidformer.accel.cuda_graph.block_calls import describe_mode
 from rapidformer.accel.cuda_graph.block_graphs import BlockGraphs, hash_places
-from rapidformer.accel.cuda_graph.capture import MOST_COPIED, CudaCapture, describe_error
+from rapidformer.accel.cuda_graph.capture import CudaCapture, describe_error
 from rapidformer.accel.cuda_graph.inputs import (
     Inputs,
     NotRepeatableError,
@@ -35,6 +35,7 @@ from rapidformer.accel.later import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.data.batch import NO_BATCH, count_rows
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update

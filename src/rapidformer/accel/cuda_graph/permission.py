@@ -7,11 +7,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rapidformer.accel.assembly import Assembly
-from rapidformer.accel.cuda_graph.capture import MOST_COPIED
 from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.errors import ConfigurationError
 from rapidformer.overlay import find_fact, list_layers, put_fact
 
