@@ -26,8 +26,8 @@ class MayCapture:
     """Whether blocks may be replayed by themselves where a whole step cannot be."""
 
 
-def apply(assembly: Assembly) -> None:
-    """Allow the engine to capture; what cannot be replayed is in the row."""
+def apply(assembly: Assembly) -> str | None:
+    """Allow the engine to capture; returns why not, if a model cannot be replayed."""
     obstacle, is_asked = _find_obstacle(assembly), assembly.args.cuda_graph == "on"
     if obstacle is None:
         may_yield = assembly.args.dynamic_shape == "auto"
@@ -45,6 +45,7 @@ def apply(assembly: Assembly) -> None:
         raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
     else:
         assembly.applied.leave_off(obstacle)
+    return obstacle
 
 
 def _find_yielding(removal: Removal) -> str | None:
