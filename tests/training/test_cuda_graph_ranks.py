@@ -290,7 +290,7 @@ def refuse(stage: int, kind: str, most: int) -> tuple[str | None, str]:
 
 
 def refuse_all(stage: int) -> list[tuple[str | None, str]]:
-    return [refuse(stage, *each) for each in (("scaled", 2**31), ("gpt2", 2**31), ("gpt2", 10**4))]
+    return [refuse(stage, *each) for each in (("scaled", 2**31), ("gpt2", 2**31), ("gpt2", 10**5))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
