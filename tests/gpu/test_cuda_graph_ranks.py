@@ -23,7 +23,13 @@ pytestmark = [
 ]
 
 PADDED: dict[str, Any] = {"kind": "bert", "mixed_precision": "bf16"}
-ZERO = {"zero_1_memory_optimization": True}
+STAGES = (1, 2, 3)
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {f"zero_{stage}_memory_optimization": True, **more}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "fixed": {"micro_batch_size": 2},
     "fixed, no graph": {"micro_batch_size": 2, "cuda_graph": "off"},
@@ -31,11 +37,17 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout": {**PADDED, "dropout": 0.1},
     "dropout, never replayed": {**PADDED, "dropout": 0.1, "most_graphs": 0},
     "lengths": PADDED,
-    "zero": {"micro_batch_size": 2, **ZERO},
-    "zero, no graph": {"micro_batch_size": 2, "cuda_graph": "off", **ZERO},
-    "zero, dropout": {**PADDED, "dropout": 0.1, **ZERO},
-    "zero, dropout, never replayed": {**PADDED, "dropout": 0.1, "most_graphs": 0, **ZERO},
 }
+for stage in STAGES:
+    CASES |= {
+        f"zero {stage}": zero(stage, micro_batch_size=2),
+        f"zero {stage}, at once": zero(stage, micro_batch_size=4),
+        f"zero {stage}, at once, no graph": zero(stage, micro_batch_size=4, cuda_graph="off"),
+        f"zero {stage}, dropout": zero(stage, dropout=0.1, **PADDED),
+        f"zero {stage}, dropout, never replayed": zero(stage, dropout=0.1, most_graphs=0, **PADDED),
+    }
+# Gradients of several micro-batches are summed over the ranks once, as replayed ones are.
+CASES["zero, no graph"] = zero(1, micro_batch_size=2, cuda_graph="off")
 
 
 def train(
@@ -121,9 +133,14 @@ def test_a_replayed_update_is_that_of_the_passes(on_ranks: list[Trained]) -> Non
     assert on_ranks[0]["dropout"]["keys"] == on_ranks[1]["dropout"]["keys"]
 
 
-def test_sharded_optimizer_states(on_ranks: list[Trained]) -> None:
-    """ZeRO-1: passes are replayed on whole weights, the update on shards; bit by bit."""
-    pairs = (("zero", "zero, no graph"), ("zero, dropout", "zero, dropout, never replayed"))
+@pytest.mark.parametrize("stage", STAGES)
+def test_sharded_training_states(on_ranks: list[Trained], stage: int) -> None:
+    """ZeRO: passes are replayed on whole weights, the update on shards; bit by bit."""
+    name = f"zero {stage}"
+    pairs = (
+        (name, "zero, no graph"), (f"{name}, at once", f"{name}, at once, no graph"),
+        (f"{name}, dropout", f"{name}, dropout, never replayed"),
+    )  # fmt: skip
     for rank in on_ranks:
         for mine, theirs in pairs:
             assert rank[mine]["problem"] is None
@@ -138,11 +155,11 @@ def test_two_ranks_train_what_one_process_does(on_ranks: list[Trained]) -> None:
     lengths = train(**PADDED, cuda_graph="off")
     torch.use_deterministic_algorithms(False)
     for number, rank in enumerate(on_ranks):
-        for name in ("fixed", "recompute", "zero"):
+        for name in ("fixed", "recompute", *(f"zero {stage}" for stage in STAGES)):
             assert rank[name]["count"] > 0
             assert get_losses(rank[name]) == pytest.approx(get_losses(fixed), rel=1e-5)
             for mine, whole in zip(rank[name]["weights"], fixed["weights"], strict=True):
-                theirs = whole.chunk(2)[number] if name == "zero" else whole
+                theirs = whole.chunk(2)[number] if name.startswith("zero") else whole
                 torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
         assert rank["lengths"]["count"] > 1
         assert get_losses(rank["lengths"]) == pytest.approx(get_losses(lengths), rel=2e-2)

@@ -1,4 +1,4 @@
-"""ZeRO-1 with whole weights at fixed places, as CUDA graphs need them: the result of one process.
+"""ZeRO with whole weights at fixed places, as CUDA graphs need them: the result of one process.
 
 Nothing is replayed here: a stand-in for the graphs gathers the weights, and the passes run as they
 are. So these are the exchanges that surround a replay.
@@ -84,13 +84,14 @@ def run_cases(cases: list[Case]) -> list[Trace]:
     return [run_case(case) for case in cases]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("world_size", "more"), [(2, {}), (4, {"hybrid_sharding_size": 2, "micro_batch_size": 1})]
 )
-def test_every_kind_of_model(world_size: int, more: dict[str, Any]) -> None:
+def test_every_kind_of_model(world_size: int, more: dict[str, Any], stage: int) -> None:
     """Tied weights, two stacks, adapters of a frozen model; copies of shards, and accumulation."""
     names = ["gpt2", "t5", "gpt2-lora", "bert"] if world_size == 2 else ["qwen3"]
-    cases = under(zero(1, **more), *names)
+    cases = under(zero(stage, **more), *names)
     everyone = run_in_kept_processes(run_cases, world_size, cases)
     for (training, settings), traces in zip(cases, zip(*everyone, strict=True), strict=True):
         where = f"{training.model} under {settings}"
@@ -100,9 +101,9 @@ def test_every_kind_of_model(world_size: int, more: dict[str, Any]) -> None:
 TRAINING = Training("gpt2", make_optimizer=make_sgd, rows=16, global_batch_size=4)
 
 
-def interrupt() -> tuple[Trace, list[float], int]:
+def interrupt(stage: int) -> tuple[Trace, list[float], int]:
     """Evaluate between updates, let one fail, and go on without placed weights."""
-    engine, model, loader = compose(TRAINING, zero(1))
+    engine, model, loader = compose(TRAINING, zero(stage))
     placed, forward, losses = place(engine), make_forward(model), list[float]()
     batch = {"input_ids": torch.arange(8)[None], "labels": torch.arange(8)[None]}
 
@@ -143,21 +144,22 @@ def interrupt() -> tuple[Trace, list[float], int]:
     return trace, losses, kept
 
 
-def test_evaluation_errors_and_the_end() -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_evaluation_errors_and_the_end(stage: int) -> None:
     """The model has its shards after every update, and after one that failed."""
-    (trace, losses, kept), other = run_in_kept_processes(interrupt, 2)
+    (trace, losses, kept), other = run_in_kept_processes(interrupt, 2, stage)
     assert losses == other[1]
     assert len(set(losses)) == len(losses) > 3, "each evaluation must see the updated weights"
     assert kept == other[2] == 0
     check_case(TRAINING, [trace, other[0]], SHARD_LIMITS)
 
 
-def run_twice(is_placed: bool) -> tuple[list[float], list[torch.Tensor]]:
+def run_twice(stage: int, is_placed: bool) -> tuple[list[float], list[torch.Tensor]]:
     """Two losses of each micro-batch, computed first and back-propagated one after the other.
 
     The first block is unfrozen by the second step, and frozen again by the sixth one.
     """
-    engine, model, loader = compose(TRAINING, zero(1))
+    engine, model, loader = compose(TRAINING, zero(stage))
     steps = 0
     if is_placed:
         place(engine)
@@ -183,10 +185,11 @@ def run_twice(is_placed: bool) -> tuple[list[float], list[torch.Tensor]]:
     return norms, weights
 
 
-def test_two_backward_passes_of_one_forward_step() -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_backward_passes_of_one_forward_step(stage: int) -> None:
     """The second one ends after the first has been reduced: its gradients are reduced, too."""
-    for norms, weights in run_in_kept_processes(run_twice, 2, True):
-        expected = run_in_kept_processes(run_twice, 2, False)[0]
+    for norms, weights in run_in_kept_processes(run_twice, 2, stage, True):
+        expected = run_in_kept_processes(run_twice, 2, stage, False)[0]
         assert norms == expected[0]
         assert all(map(torch.equal, weights, expected[1]))
 

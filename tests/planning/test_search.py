@@ -10,7 +10,7 @@ import pytest
 from rapidformer.config import Settings, resolve
 from rapidformer.planning.answer import answer, describe
 from rapidformer.planning.devices import GIB, Cluster, Device
-from rapidformer.planning.parts import Blocks, Cost, Parameter, Part, Shape, Weights
+from rapidformer.planning.parts import Blocks, Cost, Parameter, Part, Prediction, Shape, Weights
 from rapidformer.planning.search import Planner, render_flags
 
 ROWS, LENGTH = 4, 1024
@@ -83,6 +83,25 @@ def test_a_step_is_not_recorded_without_room_for_a_second_one() -> None:
     assert (
         build(1.2 * needed, micro_batch_size=1, cuda_graph="on").plan().prediction.work.is_captured
     )
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_replayed_steps_keep_what_zero_1_keeps(stage: int) -> None:
+    """Unless the model is large: then they are not replayed."""
+
+    def plan(stage: int, shape: Shape = SHAPE, **more: Any) -> Prediction:
+        zero = {f"zero_{stage}_memory_optimization": True}
+        return build(640, 4, shape, **zero, **more).plan().prediction
+
+    replayed, first = plan(stage), plan(1)
+    assert replayed.work.is_captured
+    assert replayed.memory == first.memory
+    assert replayed.work.collectives == first.work.collectives
+    blocks = replace(SHAPE.blocks[0], places=tuple(range(33)))  # 33 / 16 GiB of weights
+    shape = replace(SHAPE, blocks=(blocks,))
+    large, off = plan(stage, shape), plan(stage, shape, cuda_graph="off")
+    assert plan(1, shape).work.is_captured and not large.work.is_captured
+    assert large.memory == off.memory
 
 
 def test_switches_that_make_it_fit_are_ranked_by_time() -> None:

@@ -10,6 +10,10 @@ Kept = Literal["everything", "inputs", "products", "compiled"]
 """What a block keeps for its backward pass: all that autograd saves, its inputs alone, the results
 of matrix products and attention, or what a compiled block saves."""
 
+MOST_COPIED = 2**31
+"""Bytes of weights, or of their gradients, that CUDA graphs may hold once more: above, copies take
+much memory, and launches little of the time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:

@@ -20,6 +20,7 @@ from rapidformer.accel.data_parallel import GradientReducer
 from rapidformer.accel.parallelize import Parallelized
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.promises import reading_no_padding
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.data.update import MicroBatchResult, Update
 from rapidformer.dist.heartbeat import beat
 from rapidformer.engine.backward import BackwardPasses
@@ -32,8 +33,6 @@ from rapidformer.optim.gradients import take_gradients
 from rapidformer.optim.observer import get_observer
 from rapidformer.overlay import find_fact
 
-_MOST_COPIED = 2**31
-"""In bytes of gradients: above, launching the kernels of an update costs little beside them."""
 _MOST_REFUSED = 3
 """How often an update may turn out not to be recordable before none is tried any more."""
 
@@ -115,7 +114,7 @@ class Replay:
         gradients = take_gradients(passes.parameters)
         size = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         try:
-            is_ready = size <= _MOST_COPIED
+            is_ready = size <= MOST_COPIED
             is_ready = is_ready and finishing.prepare(finishing.place(gradients), graphed)
         except RuntimeError as error:
             if not is_out_of_gpu_memory(error):

@@ -10,7 +10,7 @@ from typing import Any
 
 from rapidformer.accel.pipeline.layout import build_layout
 from rapidformer.config import Settings
-from rapidformer.config.effect import Effect, Kept
+from rapidformer.config.effect import MOST_COPIED, Effect, Kept
 from rapidformer.config.row import Situation, Switch
 from rapidformer.config.switches import SWITCHES
 from rapidformer.planning.parts import (
@@ -52,7 +52,8 @@ class Layout:
         self._states: dict[int, State] = {}
         situation = Situation(device="cuda", precision=shape.precision)
         self.rows = {row.name: row for row in SWITCHES if _is_on(row, args, situation)}
-        if (graph := self.rows.get("CUDA graph")) and self._is_busy(graph.effect):
+        graph = self.rows.get("CUDA graph")
+        if graph and (self._is_busy(graph.effect) or self._is_too_large_to_be_whole()):
             del self.rows["CUDA graph"]
 
     def has(self, name: str) -> bool:
@@ -86,6 +87,12 @@ class Layout:
         varying = cost.at(rows, shape.length) - cost.constant
         return cost.constant + varying / args.context_parallel_size
 
+    def _is_too_large_to_be_whole(self) -> bool:
+        """Whether ZeRO-2 or -3 shards more weights than may stay gathered for replayed steps."""
+        if self.shards == 1 or self.args.zero_stage == 1:
+            return False
+        return sum(self.count_state(stage).whole for stage in self.list_stages()) > MOST_COPIED
+
     @cached_property
     def shards(self) -> int:
         """Ranks that the training state is sharded over."""
@@ -117,8 +124,9 @@ class Layout:
         return any(part in row.effect.on_host for row in self.rows.values())
 
     def is_sharded(self, part: str) -> bool:
-        """Whether a part of the state is sharded at this ZeRO stage."""
-        stage = self.args.zero_stage
+        """Whether a part of the state is sharded at this ZeRO stage, also during an update."""
+        # Replayed steps have whole what it would be in ZeRO-1.
+        stage = 1 if self.has("CUDA graph") else self.args.zero_stage
         zero = self.rows.get("ZeRO")
         return zero is not None and stage >= zero.effect.shards_from.get(part, stage + 1)
 

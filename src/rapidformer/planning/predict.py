@@ -147,7 +147,7 @@ class _Rank:
         rest = layout.add_up(self._stage.rest).whole
         held, at_end, gathers = 0.0, 0.0, 0.0
         if (args.gradient_accumulation_steps or 1) > 1:
-            is_whole = layout.has("ZeRO") and args.zero_stage == 1
+            is_whole = layout.is_sharded("optimizer") and not layout.is_sharded("gradients")
             held = float(state.trained if is_whole else self._get_gradients(state))
         for row in layout.rows.values():
             if row.effect.copies_gradients == "always":

@@ -44,6 +44,7 @@ from rapidformer.compat.torch_modules import (
     run_forward_hooks,
     set_compiled_call,
 )
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.models.plan import runs_in_library_code
 from rapidformer.models.side_effects.examination import Description
 from rapidformer.overlay import find_fact
@@ -100,7 +101,7 @@ class SkippedBlocksError(NotRepeatableError):
 class BlockGraphs(Pieces):
     """The graphs of all blocks of a model, in training."""
 
-    most_chained: float = 2**31
+    most_chained: float = MOST_COPIED
     """In bytes of weights: the gradients of a chain lie in memory twice."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], capture: CudaCapture) -> None:

@@ -35,6 +35,7 @@ from rapidformer.accel.later import note_mode
 from rapidformer.accel.unpad.promises import reading_no_padding, reads_no_padding
 from rapidformer.compat.torch_dispatch import tree_leaves
 from rapidformer.compat.torch_tensors import count_changes
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.data.batch import NO_BATCH, count_rows
 from rapidformer.data.nested import iterate_tensors
 from rapidformer.data.update import MicroBatch, MicroBatchResult, Update
@@ -80,7 +81,7 @@ class ModelGraphs(Pieces):
     """The graphs of a model's passes, in training, or else of its blocks."""
 
     description = "the model's passes"
-    most_weights: float = 2**31
+    most_weights: float = MOST_COPIED
     """In bytes: gradients lie in memory twice."""
     most_sizes = 16
     """For how many sizes of a micro-batch a model is recorded."""

@@ -11,6 +11,7 @@ from rapidformer.accel.cuda_graph.filling import prove_filling
 from rapidformer.accel.dropout_seeds import has_dropout
 from rapidformer.accel.sharding.zero import ShardedGradients
 from rapidformer.accel.unpad.calls import Removal
+from rapidformer.config.effect import MOST_COPIED
 from rapidformer.errors import ConfigurationError
 from rapidformer.overlay import find_fact, list_layers, put_fact
 
@@ -25,8 +26,8 @@ class MayCapture:
     """Whether blocks may be replayed by themselves where a whole step cannot be."""
 
 
-def apply(assembly: Assembly) -> None:
-    """Allow the engine to capture; what cannot be replayed is in the row."""
+def apply(assembly: Assembly) -> str | None:
+    """Allow the engine to capture; returns why not, if a model cannot be replayed."""
     obstacle, is_asked = _find_obstacle(assembly), assembly.args.cuda_graph == "on"
     if obstacle is None:
         may_yield = assembly.args.dynamic_shape == "auto"
@@ -42,6 +43,9 @@ def apply(assembly: Assembly) -> None:
         put_fact(assembly.model, MayCapture(is_asked=is_asked, in_pieces=in_pieces))
     elif is_asked:
         raise ConfigurationError(f"--cuda-graph on: {obstacle}. Leave the flag out.")
+    else:
+        assembly.applied.leave_off(obstacle)
+    return obstacle
 
 
 def _find_yielding(removal: Removal) -> str | None:
@@ -55,7 +59,13 @@ def _find_obstacle(assembly: Assembly) -> str | None:
         return "the ranks exchange the statistics of BatchNorm in every pass"
     shards = assembly.synchronizer
     if isinstance(shards, ShardedGradients) and shards.scalars is not None:
-        return "ZeRO-1 leaves parameters that are single numbers out of the weights it gathers"
+        return "ZeRO leaves parameters that are single numbers out of the weights it gathers"
+    size = sum(parameter.nbytes for parameter in assembly.model.parameters())
+    if isinstance(shards, ShardedGradients) and shards.stage > 1 and size > MOST_COPIED:
+        return (
+            f"replayed steps need whole weights, {size / 2**30:.1f} GiB, and under "
+            f"ZeRO-{shards.stage} no more than {MOST_COPIED / 2**30:.0f} GiB are kept whole"
+        )
     if assembly.wants("recompute") and has_dropout(assembly.model):
         return "recomputed blocks with dropout need random numbers that a recording cannot repeat"
     return None

@@ -1,4 +1,4 @@
-"""Whole weights at fixed places, for passes of ZeRO-1 that are replayed as CUDA graphs.
+"""Whole weights at fixed places, for passes that are replayed as CUDA graphs.
 
 ``fully_shard`` gathers weights in hooks, each time into new memory: a replay runs no hooks, and
 would read whatever is in the old memory by then. So while passes may be replayed, all weights are
@@ -7,8 +7,8 @@ their gradients are summed and scattered afterwards. Passes without a graph do t
 rank exchanges the same things in the same order, whether it replays or not.
 
 What is exchanged is a few flat tensors, which are laid out once: Python looks at single weights
-only where passes run. ZeRO-1 has whole weights and whole gradients during an update anyway; here
-the weights also stay whole in memory between updates.
+only where passes run. ZeRO-1 has whole weights and whole gradients during an update anyway, the
+other stages only here; the weights also stay whole in memory between updates.
 """
 
 from __future__ import annotations

@@ -105,13 +105,12 @@ class ShardedGradients(GradientSynchronizer):
         """Sums the gradients of parameters that are single numbers, which nothing shards."""
         self._root = model
         self.gathered_weights = GatheredWeights(model, stage)
-        self._stage = stage
+        self.stage = stage
         self._was_last: bool | None = None
         self._placed: PlacedWeights | None = None
 
     def place_weights(self) -> PlacedWeights:
-        """What gathers weights to fixed places, under ZeRO-1; all ranks call this."""
-        assert self._stage == 1
+        """What gathers weights to fixed places; all ranks call this."""
         if self._placed is None:
             self._placed = PlacedWeights(self._root, self.gathered_weights)
         return self._placed
@@ -131,9 +130,9 @@ class ShardedGradients(GradientSynchronizer):
             return  # each of these calls walks through all modules
         self._was_last = is_last
         self._root.set_is_last_backward(is_last)
-        if self._stage == 1:
+        if self.stage == 1:
             self._root.set_requires_gradient_sync(is_last)
-        if self._stage < 3:
+        if self.stage < 3:
             self._root.set_reshard_after_backward(is_last)
 
     def after_backward(self) -> None:
