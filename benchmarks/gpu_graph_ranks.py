@@ -1,9 +1,9 @@
-"""What data parallelism and ZeRO-1 add to a replayed step: a process group of one rank, with NCCL.
+"""What data parallelism and ZeRO add to a replayed step: a process group of one rank, with NCCL.
 
-    python benchmarks/gpu_graph_ranks.py [--workloads bert-16 gpt2] [--steps 200]
+    python benchmarks/gpu_graph_ranks.py [--workloads bert-16 gpt2] [--runs alone ...] [--steps 200]
 
 The group has one rank, so nothing travels: this shows the cost of agreeing on sizes, of filling
-buckets, of launching collectives and of the second graph; with ZeRO-1, of gathering weights and
+buckets, of launching collectives and of the second graph; with ZeRO, of gathering weights and
 scattering gradients. What the exchange itself takes follows from the bytes and the link
 (docs/speed.md).
 """
@@ -27,14 +27,16 @@ from rapidformer.engine.replay import build_graphs
 from rapidformer.training.callbacks import Callback
 
 WARM_UP = 60
-SHARDED = {"zero_1_memory_optimization": True}
+ZERO_1, ZERO_3 = ({f"zero_{stage}_memory_optimization": True} for stage in (1, 3))
 RUNS: dict[str, dict[str, Any]] = {
     "alone": {},
     "alone, no graphs": {"cuda_graph": "off"},
     "in a group": {"group": True},
     "in a group, no graphs": {"group": True, "cuda_graph": "off"},
-    "sharded": {"group": True, **SHARDED},
-    "sharded, no graphs": {"group": True, "cuda_graph": "off", **SHARDED},
+    "ZeRO-1": {"group": True, **ZERO_1},
+    "ZeRO-1, no graphs": {"group": True, "cuda_graph": "off", **ZERO_1},
+    "ZeRO-3": {"group": True, **ZERO_3},
+    "ZeRO-3, no graphs": {"group": True, "cuda_graph": "off", **ZERO_3},
 }
 
 
@@ -111,14 +113,15 @@ class Bench(Finetuner):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workloads", nargs="+", default=["bert-16", "gpt2"])
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--steps", type=int, default=200)
     args = parser.parse_args()
-    zero._find_mesh = lambda _: build_lone_mesh("cuda")  # on one rank, ZeRO would have no effect
+    zero._get_mesh = lambda _: build_lone_mesh("cuda")  # on one rank, ZeRO would have no effect
     lines = []
     for name in args.workloads:
         work = list_workloads("full")[name]
-        for run, more in RUNS.items():
-            bench = Bench(work, args.steps, **more)
+        for run in args.runs:
+            bench = Bench(work, args.steps, **RUNS[run])
             bench.train()
             graphs = bench.engine.updates.graphs
             count = 0 if graphs is None else graphs.count
