@@ -339,6 +339,37 @@ def test_what_a_script_puts_around_a_layer_is_called(monkeypatch: pytest.MonkeyP
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "scan"),
+    [("Mamba2", "mamba2_chunk_scan"), ("Qwen3_5", "torch_chunk_gated_delta_rule")],
+)
+def test_a_scan_that_is_replaced_after_compose_gets_rows_with_their_padding(
+    family: str, scan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row would take over the state of the one before it."""
+    model, batch = build(family), build_batch()
+    expected = model(**batch, use_cache=False).loss
+    expected.backward()
+    gradients = list_gradients(model)
+    model.zero_grad()
+    engine, model = compose(model)
+    module = sys.modules[type(model).__module__]
+    theirs, shapes = getattr(module, scan), list[torch.Size]()
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        shapes.append(args[0].shape)
+        return theirs(*args, **kwargs)
+
+    monkeypatch.setattr(module, scan, own)
+    loss = model(**batch).loss
+    loss.backward()
+    assert {shape[0] for shape in shapes} == {len(batch["input_ids"])}
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, gradient in list_gradients(model).items():
+        assert (gradient - gradients[name]).norm() < 1e-5 * gradients[name].norm() + 1e-9, name
+    engine.close()
+
+
 def test_forward_mode_differentiation_is_that_of_transformers() -> None:
     model = build("Qwen3_5")
     model.set_attn_implementation("eager")

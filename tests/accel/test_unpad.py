@@ -309,6 +309,15 @@ def test_which_batches_of_an_encoder_decoder_model_stay_padded() -> None:
         assert find_rows(model, {**batch, name: value}) is None, name
 
 
+def test_a_cache_that_was_asked_for_has_all_columns() -> None:
+    model = build(AutoModelForCausalLM, "llama", sliding_window=None)
+    assert apply_unpadding(model, find_plan(model)) is None
+    batch = make_batch(model)
+    assert find_rows(model, batch) is not None
+    cache = model(**batch, use_cache=True).past_key_values
+    assert cache.layers[0].keys.shape[::2] == batch["input_ids"].shape
+
+
 def test_a_loss_that_reads_an_encoders_padding_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(calls, "warn_once", lambda text, **_: said.append(text))

@@ -98,6 +98,24 @@ class Observed(nn.Module):
         return hidden - self.mean
 
 
+class InFloat32(nn.Module):
+    """Mixes tokens in fp32 alone."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden.mean(1, keepdim=True) if hidden.dtype == torch.float32 else hidden
+
+
+class Turning(nn.Module):
+    """Mixes tokens, and cannot compute in fp64: its matrix is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.eye(_HEIGHT)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden + hidden.mean(1, keepdim=True)) @ self.matrix
+
+
 class InTraining(nn.Module):
     """Mixes tokens in training alone."""
 
@@ -234,6 +252,7 @@ def check(plain: Any, before_update: Callable[[Any, int], None] = lambda *_: Non
         lambda: Mixing(1.0),
         lambda: Mixing(is_trained=False),
         lambda: Flattened(-12.0),
+        InFloat32,
         InTraining,
         BatchNorm,
         Counting,
@@ -413,6 +432,12 @@ def test_rounding_next_to_a_kink_is_no_difference() -> None:
     for rounding, difference in ((1e-8, None), (0.1, "logits differ")):
         found = find_difference(model, plan, functools.partial(call, rounding=rounding))
         assert found == difference
+
+
+def test_a_difference_stands_where_fp64_fails() -> None:
+    model = build()
+    put(model, 1, Turning())
+    assert "(logits differ)" in str(apply_unpadding(model, find_plan(model)))
 
 
 @pytest.mark.parametrize("is_right", [True, False])

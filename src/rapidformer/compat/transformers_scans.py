@@ -40,6 +40,12 @@ def list_scans(forward: Any) -> list[str]:
     return [name for name in SCANS if name in names and not find_spec(_PACKAGES[name])]
 
 
+def find_scans(forward: Any) -> list[Any]:
+    """The functions that stand in a file now for the scans that a layer's ``forward`` calls."""
+    names = [name for name in SCANS if name in _list_names(forward)]
+    return [_unwrap(forward).__globals__.get(name) for name in names]
+
+
 def has_fused_output(forward: Any) -> bool:
     """Whether a kernel of a package reads the weight of a layer's ``out_proj``: nobody calls it."""
     is_fused = any(name.endswith("split_conv1d_scan_combined") for name in _list_names(forward))

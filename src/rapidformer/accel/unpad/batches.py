@@ -59,9 +59,8 @@ def find_rows(
     mask, is_two_sided = given.get("attention_mask"), is_encoder_decoder(model)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or not _is_plain(model, given):
         return None
-    # No cache of unpadded tokens can be returned, and without it a tuple would be shorter.
-    if is_two_sided and (given.get("use_cache") or given.get("return_dict") is False):
-        return None
+    if is_two_sided and given.get("return_dict") is False:
+        return None  # without the cache, which is left out, the tuple would be shorter
     fixed, removal = get_fixed_rows(mask), find_fact(model, Removal)
     rows: Rows | Sides | None = None
     if fixed is not None:
@@ -81,7 +80,8 @@ def _is_plain(model: Any, given: Mapping[str, Any]) -> bool:
     promise, labels = find_promise(given), find_labels(given)
     is_known = isinstance(labels, Tensor) or (promise is not None and promise.reads_all_tokens)
     is_known = is_known and not _has_more_than_text(model, given)
-    return is_known and not find_requested(model, given) and given.get("past_key_values") is None
+    has_cache = bool(given.get("use_cache")) or given.get("past_key_values") is not None
+    return is_known and not has_cache and not find_requested(model, given)
 
 
 def _has_more_than_text(model: Any, given: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from rapidformer.compat.torch_modules import get_tables
+from rapidformer.compat.transformers_scans import find_scans
 from rapidformer.log import warn_once
 from rapidformer.models.plan import find_owner
 from rapidformer.models.side_effects.examination import Examination
@@ -55,15 +56,16 @@ class _Parts:
             return False
         warn_once(
             "--dynamic-shape: a part of the model's blocks, or a function in place of its "
-            "forward(), is not the one that was tried in compose(). Batches keep their padding "
-            "while it differs.",
+            "forward() or its scan, is not the one that was tried in compose(). Batches keep "
+            "their padding while it differs.",
             is_local=True,
         )
         return True
 
     def _list_functions(self) -> list[Any]:
-        of_classes = (cls.forward for cls in self._classes)
-        return [*(table.get("forward") for table in self._tables), *of_classes]
+        of_classes = [cls.forward for cls in self._classes]
+        scans = chain.from_iterable(map(find_scans, of_classes))
+        return [*(table.get("forward") for table in self._tables), *of_classes, *scans]
 
     def _find(self, name: str) -> nn.Module | None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -153,7 +153,8 @@ def _compare(
                     exact = run(functools.partial(call_plainly, model), rows, own)
                 problem = _describe_difference(changed, expected, limit, exact)
             elif limit == _LIMIT and not is_too_large_for_float64(model):
-                with in_float64(model):
+                # Where code makes tensors of its own in fp32, it fails: the difference stands then.
+                with suppress(Exception), in_float64(model):
                     expected = run(functools.partial(call_plainly, model), rows, own)
                     problem = _describe_difference(run(forward), expected, limit)
     # A mean over tokens may meet nothing but later evaluations.

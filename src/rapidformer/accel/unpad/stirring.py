@@ -148,6 +148,10 @@ class _Float64(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
+        elif func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            # Code that asks for it must do what it does in fp32.
+            dtype = func(*args)
+            return torch.float32 if dtype is torch.float64 else dtype
         given = {name: _raise_precision(value) for name, value in (kwargs or {}).items()}
         return func(*map(_raise_precision, args), **given)
 
