@@ -25,6 +25,7 @@ from rapidformer.accel.compile.compilation import apply_compile
 from rapidformer.accel.compile.compiled_blocks import CompiledBlocks
 from rapidformer.accel.cuda_graph.columns import Filling
 from rapidformer.accel.cuda_graph.inputs import read_fixed_rows
+from rapidformer.accel.cuda_graph.trial_modes import FactorsForDropout
 from rapidformer.accel.unpad import calls, kernels, proof
 from rapidformer.accel.unpad.batches import (
     FixedRows,
@@ -34,7 +35,7 @@ from rapidformer.accel.unpad.batches import (
 from rapidformer.accel.unpad.calls import Removal
 from rapidformer.accel.unpad.proof import find_difference
 from rapidformer.accel.unpad.sides import read_filled_sides
-from rapidformer.accel.unpad.stirring import Steady
+from rapidformer.accel.unpad.stirring import Steady, in_float64
 from rapidformer.accel.unpad.unpadding import apply_unpadding
 from rapidformer.models.own_loss import shifts_labels
 from rapidformer.models.plan import LAYER_DROPS, find_plan
@@ -175,6 +176,21 @@ def test_padded_attention_of_a_block_that_is_run_again() -> None:
     recomputed = build(AutoModelForCausalLM, "bloom")
     apply_recompute(recomputed, find_plan(recomputed))
     assert "needs sdpa" in str(apply_unpadding(recomputed, find_plan(recomputed)))
+
+
+def test_in_fp64_code_of_a_model_sees_fp32_and_a_kernel_what_it_gets() -> None:
+    def ask(asking: str) -> Any:
+        names: dict[str, Any] = {"__name__": asking}
+        exec("def ask(x): return x.dtype", names)
+        return names["ask"]
+
+    layer = torch.nn.Linear(2, 2)
+    with in_float64(layer), FactorsForDropout():
+        output = layer(torch.ones(1, 2, dtype=torch.float32).float())
+        assert ask("my_model")(output) == torch.float32
+        assert ask("triton.runtime.jit")(output) == torch.float64
+        assert output.element_size() == 8
+    assert layer.weight.dtype == torch.float32
 
 
 def test_rounding_does_not_keep_padding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ from rapidformer.accel.unpad.stirring import (
     SMOOTH,
     Steady,
     in_float64,
-    is_too_large_for_float64,
+    may_use_float64,
     stir,
 )
 from rapidformer.compat.torch_modules import uncompiled
@@ -210,15 +210,11 @@ class Widths:
         """
         compare = functools.partial(self._compare_once, run_forward, columns, micro_batch)
         problem = compare(take_snapshot(), must_run=must_run)
-        if problem is None or not self._limit or is_too_large_for_float64(self._model):
+        if problem is None or not self._limit or not may_use_float64(self._model):
             return problem
-        try:
-            with in_float64(self._model):
-                return compare(take_snapshot()) and problem
-        except RuntimeError as error:
-            if not is_out_of_gpu_memory(error):
-                raise
-            return problem
+        with suppress(RuntimeError), in_float64(self._model):  # there may be no memory for it
+            return compare(take_snapshot()) and problem
+        return problem
 
     def _compare_once(
         self, run_forward: RunForward, columns: Columns, micro_batch: MicroBatch, before: Snapshot,

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rapidformer.accel.unpad.places import gather, scatter
+
 SIZE = 64
 """Tokens of a chunk. A model's own size suits some kernel; results do not depend on it."""
 
 
-NEW_ROWS: ContextVar[Tensor | None] = ContextVar("new_rows", default=None)
-"""Of rows that lie in one sequence: which of its chunks begin one, and take over no state."""
+@dataclass
+class RowsOfChunks:
+    """Of rows that lie in one sequence: a grid of each row's chunks, where its states pass on."""
+
+    places: Tensor
+    """Of each chunk in the flattened grid; chunks without a row share one place after it."""
+    rows: int
+    width: int
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[1, chunks, ...] -> [rows, width, ...], with zeros after a row's chunks."""
+        grid = scatter(values, self.places, self.rows * self.width + 1)
+        return grid[:, :-1].unflatten(1, (self.rows, self.width)).squeeze(0)
+
+    def collect(self, grid: Tensor) -> Tensor:
+        """[rows, width, ...] -> [1, chunks, ...]; zeros for those without a row."""
+        values = grid.flatten(0, 1)
+        return gather(torch.cat([values, torch.zeros_like(values[:1])])[None], self.places)
+
+
+ROWS: ContextVar[RowsOfChunks | None] = ContextVar("rows", default=None)
+"""Set while the layer's only row is a sequence of several."""
 
 
 def cut(values: Tensor) -> Tensor:

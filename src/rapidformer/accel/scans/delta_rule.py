@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from rapidformer.accel.scans.chunks import NEW_ROWS, add_up, cut, decay_between, decay_to_end
+from rapidformer.accel.scans.chunks import ROWS, add_up, cut, decay_between, decay_to_end
 
 
 def apply_delta_rule(
@@ -57,8 +57,6 @@ def _scan(
     query, key, value, beta = (_arrange(part) for part in (query, key, value, beta.unsqueeze(-1)))
     sums = add_up(_arrange(logs.unsqueeze(-1)).squeeze(-1))
     decay, kept = decay_between(sums), sums.float().exp().unsqueeze(-1)
-    if (begins := NEW_ROWS.get()) is not None:
-        kept = kept.masked_fill(begins.view(-1, 1, 1, 1), 0.0)
     erasing = key * beta
     system = (erasing @ key.transpose(-1, -2)) * decay
     solved = torch.linalg.solve_triangular(
@@ -66,15 +64,32 @@ def _scan(
     )
     written, erased = solved.split([size, key.shape[-1]], -1)
     to_end = decay_to_end(sums).unsqueeze(-1)
-    if first is None:
-        start = key.new_zeros(rows * heads, key.shape[-1], size)
-    else:
-        start = first.to(key).flatten(0, 1)
-    states, values = _Carry.apply(written, erased, key * to_end, kept[:, :, -1], start)
-    read = (query * kept) @ states[:-1]
+    states, values, final = _carry(written, erased, key * to_end, kept[:, :, -1], first)
+    read = (query * kept) @ states
     output = read + ((query @ key.transpose(-1, -2)) * decay) @ values
     output = output.unflatten(1, (rows, heads)).permute(1, 0, 3, 2, 4)
-    return output.flatten(1, 2)[:, :tokens], states[-1].unflatten(0, (rows, heads))
+    return output.flatten(1, 2)[:, :tokens], final.unflatten(0, (rows, heads))
+
+
+def _carry(
+    written: Tensor, erased: Tensor, keys: Tensor, kept: Tensor, first: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The states before each chunk, what it writes, and the states after the last one."""
+    grid, heads = ROWS.get(), written.shape[1]
+    parts = [written, erased, keys, kept]
+    if grid is not None:  # [chunks, heads, ...] -> [chunks of a row, rows and heads, ...]
+        parts = [grid.spread(part[None]).transpose(0, 1).flatten(1, 2) for part in parts]
+    size = keys.shape[-1], written.shape[-1]
+    start = keys.new_zeros(parts[0].shape[1], *size) if first is None else first.flatten(0, 1)
+    states, values = _Carry.apply(*parts, start.to(keys))
+    before, final = states[:-1], states[-1]
+    if grid is None:
+        return before, values, final
+    before, values = (
+        grid.collect(part.unflatten(1, (-1, heads)).transpose(0, 1)).squeeze(0)
+        for part in (before, values)
+    )
+    return before, values, final[:heads]  # nobody asks for the states after several rows
 
 
 def _arrange(values: Tensor) -> Tensor:

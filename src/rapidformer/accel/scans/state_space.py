@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rapidformer.accel.scans.chunks import NEW_ROWS, add_up, cut, decay_between, decay_to_end
-
-_FORGET = -1e4
-"""The logarithm of a decay that leaves nothing in fp32. Not infinity: sums are subtracted."""
+from rapidformer.accel.scans.chunks import ROWS, add_up, cut, decay_between, decay_to_end
 
 
 def scan_states(
@@ -56,7 +53,7 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:
     """The output, and the states after the last token: [rows, heads, size, state]."""
     rows, tokens, heads, size = values.shape
-    groups, state = keys.shape[2:]
+    groups = keys.shape[2]
     in_groups = (groups, heads // groups)
     # [rows, chunks, groups, heads of the group, tokens of the chunk, size], or without heads.
     values = cut(values).unflatten(3, in_groups).permute(0, 1, 3, 4, 2, 5)
@@ -68,17 +65,24 @@ def _scan(
     at_end = values * decay_to_end(sums).unsqueeze(-1)
     added = at_end.transpose(-1, -2).flatten(3, 4) @ keys
     added = added.unflatten(3, (-1, size)).flatten(2, 3)
-    start = added.new_zeros(rows, heads, size, state) if first is None else first.to(added)
-    kept, in_chunks = sums.float().exp().unsqueeze(-1), sums[..., -1].flatten(2).transpose(1, 2)
-    if (begins := NEW_ROWS.get()) is not None:
-        kept = kept.masked_fill(begins.view(-1, 1, 1, 1, 1), 0.0)
-        in_chunks = in_chunks + _FORGET * begins
-    of_chunks = add_up(functional.pad(in_chunks, (1, 0)))
-    states = torch.cat([start.unsqueeze(1), added], 1).transpose(1, 2).flatten(3)
-    states = (decay_between(of_chunks) @ states).unflatten(3, (size, state)).transpose(1, 2)
-
-    before = states[:, :-1].unflatten(2, in_groups).flatten(3, 4)
+    states, final = _carry(added, sums[..., -1].flatten(2), first)
+    before = states.unflatten(2, in_groups).flatten(3, 4)
     read = (queries @ before.transpose(-1, -2)).unflatten(4, (-1, size)).transpose(3, 4)
-    output = inside + read * kept
+    output = inside + read * sums.float().exp().unsqueeze(-1)
     output = output.permute(0, 1, 4, 2, 3, 5).reshape(rows, -1, heads, size)
-    return output[:, :tokens].contiguous(), states[:, -1]
+    return output[:, :tokens].contiguous(), final
+
+
+def _carry(added: Tensor, logs: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The states before each chunk, [rows, chunks, heads, size, state], and after the last one."""
+    grid = ROWS.get()
+    if grid is not None:
+        added, logs = grid.spread(added), grid.spread(logs)
+    shape = len(added), *added.shape[2:]
+    start = added.new_zeros(shape) if first is None else first.to(added)
+    of_chunks = add_up(functional.pad(logs.transpose(1, 2), (1, 0)))
+    states = torch.cat([start.unsqueeze(1), added], 1).transpose(1, 2).flatten(3)
+    states = decay_between(of_chunks) @ states
+    states = states.unflatten(3, added.shape[3:]).transpose(1, 2)
+    before = states[:, :-1]
+    return before if grid is None else grid.collect(before), states[:, -1]

@@ -24,9 +24,9 @@ from rapidformer.accel.unpad.stirring import (
     Steady,
     in_float64,
     is_library,
-    is_too_large_for_float64,
     keep_state,
     list_statistics,
+    may_use_float64,
     stir,
     without_dropout,
 )
@@ -152,7 +152,7 @@ def _compare(
                 with torch.autocast(expected[0].device.type, enabled=False):
                     exact = run(functools.partial(call_plainly, model), rows, own)
                 problem = _describe_difference(changed, expected, limit, exact)
-            elif limit == _LIMIT and not is_too_large_for_float64(model):
+            elif limit == _LIMIT and may_use_float64(model):
                 # Where code makes tensors of its own in fp32, it fails: the difference stands then.
                 with suppress(Exception), in_float64(model):
                     expected = run(functools.partial(call_plainly, model), rows, own)

@@ -1,7 +1,7 @@
 """Layers that scan their tokens (Mamba-2, Qwen3.5): rows in one sequence, each in its own chunks.
 
-A new row takes over no state (``scans/chunks.py``). Between rows are zeros, as many as the layer's
-convolution looks back.
+States go through a grid of each row's chunks (``scans/chunks.py``). Between rows are zeros, as many
+as the layer's convolution looks back.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rapidformer.accel.scans.chunks import NEW_ROWS, SIZE
+from rapidformer.accel.scans.chunks import ROWS, SIZE, RowsOfChunks
 from rapidformer.accel.unpad.calls import get_call
 from rapidformer.accel.unpad.kernels import inside
 from rapidformer.accel.unpad.rows import Layout, Rows
 from rapidformer.overlay import list_layers
 
-Chunked = tuple[Layout, Tensor]
-"""Where tokens stand, and which chunks begin a row."""
+Chunked = tuple[Layout, RowsOfChunks]
+"""Where tokens stand, and where chunks do."""
 
 
 def find_scanning(block: nn.Module) -> list[nn.Module]:
@@ -38,7 +38,7 @@ def run_scanning(
     layer: nn.Module, run: Callable[..., Any], rows: Rows, args: Any, kwargs: dict[str, Any]
 ) -> Tensor:
     """The layer's output for tokens without padding."""
-    layout, begins = _find_chunks(rows, _count_zeros(layer))
+    layout, grid = _find_chunks(rows, _count_zeros(layer))
 
     def place(value: Any) -> Any:
         if not isinstance(value, Tensor) or not rows.is_packed(value):
@@ -46,7 +46,7 @@ def run_scanning(
         return layout.pad(value) if value.is_floating_point() else None  # a mask has no more to say
 
     named = {name: place(value) for name, value in kwargs.items()}
-    with inside(NEW_ROWS, begins):
+    with inside(ROWS, grid):
         output = run(*map(place, args), **named)
     return layout.take(output.flatten(0, 1))
 
@@ -72,15 +72,33 @@ def _find_chunks(rows: Rows, zeros: int) -> Chunked:
 def _build_chunks(rows: Rows, zeros: int) -> Chunked:
     # Of rows in a graph, only the number of tokens and a bound of their lengths are fixed.
     tokens, most = len(rows.places), rows.shape[0] - (-len(rows.places) // rows.bound)
-    size = -(-(tokens + most * (zeros + SIZE - 1)) // SIZE) * SIZE
+    count, width = (
+        -(-(tokens + most * (zeros + SIZE - 1)) // SIZE),
+        -(-(rows.bound + zeros) // SIZE),
+    )
     if not rows.is_filled:
-        size = sum(-(-(length + zeros) // SIZE) * SIZE for length in rows.lengths if length)
+        chunks = [-(-(length + zeros) // SIZE) for length in rows.lengths if length]
+        count, width, most = sum(chunks), max(chunks), len(chunks)
     ends = rows.ends.long()
     lengths = ends.diff()
-    sizes = torch.where(lengths > 0, (lengths + zeros + SIZE - 1) // SIZE * SIZE, 0)
-    starts = sizes.cumsum(0) - sizes
+    chunks_of_row = torch.where(lengths > 0, (lengths + zeros + SIZE - 1) // SIZE, 0)
+    starts = chunks_of_row.cumsum(0) - chunks_of_row
     numbers = torch.arange(tokens, device=ends.device)
     row = torch.searchsorted(ends[1:], numbers, right=True)
-    begins = torch.zeros(size // SIZE + 1, dtype=torch.bool, device=ends.device)
-    begins = begins.index_fill(0, starts.clamp(max=size) // SIZE, True)[:-1]
-    return Layout(rows, starts[row] + numbers - ends[row], (1, size), rows.extra), begins
+    places = starts[row] * SIZE + numbers - ends[row]
+    return Layout(rows, places, (1, count * SIZE), rows.extra), _build_grid(
+        starts, chunks_of_row, count, most, width
+    )
+
+
+def _build_grid(
+    starts: Tensor, chunks_of_row: Tensor, count: int, most: int, width: int
+) -> RowsOfChunks:
+    """The places of chunks in a grid of the rows that have tokens."""
+    numbers = torch.arange(count, device=starts.device)
+    row = torch.searchsorted(starts + chunks_of_row, numbers, right=True)
+    is_used = row < len(starts)
+    row = row.clamp(max=len(starts) - 1)
+    rank = (chunks_of_row > 0).cumsum(0) - 1  # among rows that have tokens
+    places = rank[row] * width + numbers - starts[row]
+    return RowsOfChunks(places.where(is_used, most * width), most, width)

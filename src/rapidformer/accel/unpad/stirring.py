@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -137,9 +138,11 @@ def in_float64(model: nn.Module) -> Iterator[None]:
             tensor.data = data
 
 
-def is_too_large_for_float64(model: nn.Module) -> bool:
-    """Whether copies of the weights, and their gradients, might not fit beside everything else."""
-    return sum(parameter.numel() for parameter in model.parameters()) > _MOST_IN_FLOAT64
+def may_use_float64(model: nn.Module) -> bool:
+    """Whether all weights are plain, and their copies and gradients fit beside everything else."""
+    weights = list(model.parameters())
+    is_plain = all(type(weight.data) is Tensor for weight in weights)
+    return is_plain and sum(weight.numel() for weight in weights) <= _MOST_IN_FLOAT64
 
 
 class _Float64(TorchFunctionMode):
@@ -149,11 +152,20 @@ class _Float64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         elif func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
-            # Code that asks for it must do what it does in fp32.
             dtype = func(*args)
-            return torch.float32 if dtype is torch.float64 else dtype
+            # A model's code must do what it does in fp32; kernels must know what they get.
+            return torch.float32 if dtype is torch.float64 and _is_asked_by_model() else dtype
         given = {name: _raise_precision(value) for name, value in (kwargs or {}).items()}
         return func(*map(_raise_precision, args), **given)
+
+
+def _is_asked_by_model() -> bool:
+    """Whether the function that asks torch for something is not torch's, Triton's or ours."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back  # another mode, which passes it on
+    asking = frame.f_globals.get("__name__", "").partition(".")[0]
+    return asking not in ("torch", "triton", "rapidformer")
 
 
 def _raise_precision(value: Any) -> Any:
