@@ -47,6 +47,8 @@ def _list_entries() -> Iterable[Entry]:
     return [
         Entry(processing_utils.transformers_module, "BaseVideoProcessor",
               lambda _: BaseVideoProcessor),
+        Entry(processing_utils.transformers_module, "VIDEO_PROCESSOR_MAPPING",
+              lambda _: videos.VIDEO_PROCESSOR_MAPPING),
         Entry(images, "get_image_processor_class_from_name",
               lambda before: _find_by("image_processing_pil", "imageprocessorpil", before)),
         Entry(videos, "video_processor_class_from_name",

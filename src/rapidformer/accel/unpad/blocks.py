@@ -124,7 +124,10 @@ def extend_blocks(
 
 
 def _build_block(cls: Any) -> dict[str, Any]:
-    return {"__call__": functools.partialmethod(_run_block, cls)}
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run_block(self, cls, *args, **kwargs)
+
+    return {"__call__": call}
 
 
 def _build_cpu_block(cls: Any) -> dict[str, Any]:
@@ -242,14 +245,11 @@ def _find_rows(hidden: Any) -> Rows | None:
 
 
 def _build_attention(cls: Any) -> dict[str, Any]:
-    return {"__call__": functools.partialmethod(_run_attention, cls)}
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        rows, run = _PACKED.get(), functools.partial(cls.__call__, self)
+        return run(*args, **kwargs) if rows is None else _run_padded(run, rows, args, kwargs)
 
-
-def _run_attention(self: nn.Module, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    rows = _PACKED.get()
-    if rows is None:
-        return cls.__call__(self, *args, **kwargs)
-    return _run_padded(functools.partial(cls.__call__, self), rows, args, kwargs)
+    return {"__call__": call}
 
 
 def _run_padded(
