@@ -34,8 +34,7 @@ def loading_without_torchvision() -> AbstractContextManager[None]:
 
 
 def _list_entries() -> Iterable[Entry]:
-    from transformers import processing_utils
-    from transformers.video_processing_utils import BaseVideoProcessor
+    from transformers import processing_utils, video_processing_utils
 
     pillow = importlib.import_module(f"{_PIXTRAL}.image_processing_pil_pixtral")
     with Patch(
@@ -44,11 +43,10 @@ def _list_entries() -> Iterable[Entry]:
         pixtral = importlib.import_module(f"{_PIXTRAL}.processing_pixtral")
     images = importlib.import_module(f"{_AUTO}.image_processing_auto")
     videos = importlib.import_module(f"{_AUTO}.video_processing_auto")
+    kind = processing_utils.MODALITY_TO_BASE_CLASS_MAPPING["video_processor"]
     return [
-        Entry(processing_utils.transformers_module, "BaseVideoProcessor",
-              lambda _: BaseVideoProcessor),
-        Entry(processing_utils.transformers_module, "VIDEO_PROCESSOR_MAPPING",
-              lambda _: videos.VIDEO_PROCESSOR_MAPPING),
+        Entry(processing_utils.transformers_module, kind,
+              lambda _: getattr(video_processing_utils, kind)),
         Entry(images, "get_image_processor_class_from_name",
               lambda before: _find_by("image_processing_pil", "imageprocessorpil", before)),
         Entry(videos, "video_processor_class_from_name",
