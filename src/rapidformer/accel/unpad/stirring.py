@@ -8,9 +8,9 @@ numbers, which no two passes share. So each draw is replaced by one number.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -161,10 +161,10 @@ class _Float64(TorchFunctionMode):
 
 def _is_asked_by_model() -> bool:
     """Whether the function that asks torch for something is not torch's, Triton's or ours."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back  # another mode, which passes it on
-    asking = frame.f_globals.get("__name__", "").partition(".")[0]
+    frame = getattr(inspect.currentframe(), "f_back", None)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back  # ours, or of another mode, which passes it on
+    asking = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
     return asking not in ("torch", "triton", "rapidformer")
 
 
