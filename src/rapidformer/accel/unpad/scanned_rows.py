@@ -72,12 +72,9 @@ def _find_chunks(rows: Rows, zeros: int) -> Chunked:
 def _build_chunks(rows: Rows, zeros: int) -> Chunked:
     # Of rows in a graph, only the number of tokens and a bound of their lengths are fixed.
     tokens, most = len(rows.places), rows.shape[0] - (-len(rows.places) // rows.bound)
-    count, width = (
-        -(-(tokens + most * (zeros + SIZE - 1)) // SIZE),
-        -(-(rows.bound + zeros) // SIZE),
-    )
+    count, width = _divide_up(tokens + most * (zeros + SIZE - 1)), _divide_up(rows.bound + zeros)
     if not rows.is_filled:
-        chunks = [-(-(length + zeros) // SIZE) for length in rows.lengths if length]
+        chunks = [_divide_up(length + zeros) for length in rows.lengths if length]
         count, width, most = sum(chunks), max(chunks), len(chunks)
     ends = rows.ends.long()
     lengths = ends.diff()
@@ -89,6 +86,11 @@ def _build_chunks(rows: Rows, zeros: int) -> Chunked:
     return Layout(rows, places, (1, count * SIZE), rows.extra), _build_grid(
         starts, chunks_of_row, count, most, width
     )
+
+
+def _divide_up(tokens: int) -> int:
+    """How many chunks hold so many tokens."""
+    return -(-tokens // SIZE)
 
 
 def _build_grid(

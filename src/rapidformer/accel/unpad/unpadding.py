@@ -129,8 +129,7 @@ def apply_unpadding(
     has_all_tokens = pipeline is None and sharing is None and not splits_tokens
     is_by_call = has_all_tokens and _may_know_call(model, plan)
     scans = is_by_call and any(map(find_scanning, plan.get_blocks(model)))
-    ways = _list_ways(model, plan, may_pad=is_by_call and not is_compiled)
-    ways = ways or [False] * scans
+    ways = _list_ways(model, plan, may_pad=is_by_call and not is_compiled, scans=scans)
     if not ways:
         return f"{type(model).__name__} needs sdpa attention to run without padding here"
     code = BlockCode(model, plan.blocks)
@@ -164,13 +163,13 @@ def apply_unpadding(
     return None
 
 
-def _list_ways(model: nn.Module, plan: ModelPlan, *, may_pad: bool) -> list[bool]:
+def _list_ways(model: nn.Module, plan: ModelPlan, *, may_pad: bool, scans: bool) -> list[bool]:
     """Whether attention gets padded rows, in the order to try: only if it takes no others."""
     if disentangled.is_applied(model):
         return [False]
     has_sdpa = any(get_attention(part) in _UNPADDED for part in find_configs(model))
     may_pad = may_pad and all(map(find_attention, plan.get_blocks(model)))
-    return [False] * has_sdpa + [True] * may_pad
+    return [False] * (has_sdpa or scans) + [True] * may_pad
 
 
 def _may_know_call(model: nn.Module, plan: ModelPlan) -> bool:
