@@ -44,6 +44,7 @@ class _Parts:
         owners = [find_owner(model, name) for name in names]
         self._tables = list({id(module): vars(module) for module in (*owners, *inner)}.values())
         self._classes = list(dict.fromkeys(get_own_class(module) for module in (*owners, *inner)))
+        self._scanning = [cls.forward for cls in self._classes if find_scans(cls.forward)]
         self._functions = self._list_functions()
 
     def has_changed(self) -> bool:
@@ -63,8 +64,8 @@ class _Parts:
         return True
 
     def _list_functions(self) -> list[Any]:
-        of_classes = [cls.forward for cls in self._classes]
-        scans = chain.from_iterable(map(find_scans, of_classes))
+        of_classes = (cls.forward for cls in self._classes)
+        scans = chain.from_iterable(map(find_scans, self._scanning))
         return [*(table.get("forward") for table in self._tables), *of_classes, *scans]
 
     def _find(self, name: str) -> nn.Module | None:

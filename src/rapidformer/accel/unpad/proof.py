@@ -148,15 +148,17 @@ def _compare(
         problem = _describe_difference(changed, expected, limit)
         # Some models amplify rounding. Of several ranks, all or none would have to compute it.
         if problem is not None and is_alone():
-            if limit == _LIMIT_16_BIT:
-                with torch.autocast(expected[0].device.type, enabled=False):
-                    exact = run(functools.partial(call_plainly, model), rows, own)
-                problem = _describe_difference(changed, expected, limit, exact)
-            elif limit == _LIMIT and may_use_float64(model):
-                # Where code makes tensors of its own in fp32, it fails: the difference stands then.
-                with suppress(Exception), in_float64(model):
-                    expected = run(functools.partial(call_plainly, model), rows, own)
-                    problem = _describe_difference(run(forward), expected, limit)
+            plain = functools.partial(run, functools.partial(call_plainly, model), rows, own)
+            # Code may fail in another precision than its own: the difference stands then.
+            with suppress(Exception):
+                if limit == _LIMIT_16_BIT:
+                    with torch.autocast(expected[0].device.type, enabled=False):
+                        exact = plain()
+                    problem = _describe_difference(changed, expected, limit, exact)
+                elif limit == _LIMIT and may_use_float64(model):
+                    with in_float64(model):
+                        exact = plain()
+                        problem = _describe_difference(run(forward), exact, limit)
     # A mean over tokens may meet nothing but later evaluations.
     if list_statistics(blocks) != statistics:
         return "its blocks keep statistics of what they compute"

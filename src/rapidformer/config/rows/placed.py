@@ -212,13 +212,14 @@ PLACED = register(
         excludes_adapters=LEARNED_TOKENS, exact=f"to 2e-6{NEW_DROPOUT}",
         effect=Effect(divides="tokens"),
     ),
-    # Outside that one: the ranks share rows that lie end to end.
+    # Before padding is removed: these layers have a way of their own to do without it.
     Switch(
         "scans", "layers without attention scan their tokens by products of chunks",
         kind="always", module="scans.modules", exact="up to rounding",
         gain="Falcon-H1's layer on an H200, 8 rows of 1,000 tokens: 4.8 ms and 0.9 GiB instead of "
         "172 ms and 49 GiB",
     ),
+    # Outside context parallelism: the ranks share rows that lie end to end.
     Switch(
         "dynamic shape",
         turned_on_by=("dynamic_shape",), off={"dynamic_shape": "off"}, module="unpad.unpadding",
